@@ -1,0 +1,1 @@
+"""One file, one TOML table, one flag prefix, one documentation page."""

@@ -1,0 +1,18 @@
+"""[algorithm]: the method and its knobs."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tandem.config.sections.section import Section
+
+
+class AlgorithmSection(Section):
+    name: str = "grpo"
+    """Record in the algorithm catalog."""
+    clip_low: float = Field(default=0.2, ge=0)
+    """The ratio is clipped below at 1 minus this."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 plus this."""
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty (k3) against the reference, the weights that reinforcement started from; 0: no reference is kept."""

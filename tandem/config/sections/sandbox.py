@@ -1,0 +1,24 @@
+"""[sandbox]: the boxes that tools run in."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tandem.config.sections.section import Section
+
+
+class SandboxSection(Section):
+    backend: str = "namespace"
+    """Sandbox backend. There is none without isolation."""
+    template: str = "host"
+    """What a box is made from: `host` is this machine's `/usr`, read-only; everything else is private."""
+    memory_mb: int = Field(default=512, ge=8)
+    """Memory of one box."""
+    cpus: float = Field(default=1.0, gt=0)
+    """CPU time of one box, in cores."""
+    pids: int = Field(default=64, ge=4)
+    """Processes and threads of one box."""
+    disk_mb: int = Field(default=256, ge=1)
+    """Writable space of one box."""
+    output_kb: int = Field(default=256, ge=1)
+    """Kept output of one command, each of stdout and stderr; the rest is counted and dropped."""

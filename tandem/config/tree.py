@@ -1,0 +1,49 @@
+"""The root of the configuration, and the checks that cross sections."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from tandem.config.sections.algorithm import AlgorithmSection
+from tandem.config.sections.engine import EngineSection
+from tandem.config.sections.environment import EnvironmentSection
+from tandem.config.sections.model import ModelSection
+from tandem.config.sections.optimizer import OptimizerSection
+from tandem.config.sections.record import RecordSection
+from tandem.config.sections.rollout import RolloutSection
+from tandem.config.sections.sandbox import SandboxSection
+from tandem.config.sections.section import Section
+from tandem.config.sections.trainer import TrainerSection
+from tandem.config.sections.warmup import WarmupSection
+
+
+class Recipe(Section):
+    """A whole run. Every table has defaults; an empty recipe is the demo."""
+
+    model: ModelSection = ModelSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    trainer: TrainerSection = TrainerSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    warmup: WarmupSection = WarmupSection()
+    engine: EngineSection = EngineSection()
+    sandbox: SandboxSection = SandboxSection()
+    record: RecordSection = RecordSection()
+
+    @model_validator(mode="after")
+    def _crossing(self) -> Recipe:
+        # W5: a truncated support in the sampler and a full one in the trainer scales every ratio.
+        if self.trainer.steps and (self.rollout.top_p < 1 or self.rollout.top_k > 0):
+            raise ValueError(
+                "rollout.top_p and rollout.top_k truncate the sampler's support, but the trainer computes full-support "
+                "log-probabilities; set rollout.top_p = 1 and rollout.top_k = 0 to train"
+            )
+        if self.trainer.deterministic and self.rollout.staleness:
+            raise ValueError("trainer.deterministic needs rollout.staleness = 0: overlap depends on timing")
+        if self.rollout.max_turn_tokens >= self.model.max_context_tokens:
+            raise ValueError(
+                f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) must be below model.max_context_tokens "
+                f"({self.model.max_context_tokens})"
+            )
+        return self

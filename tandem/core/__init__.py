@@ -1,0 +1,1 @@
+"""What everything is made of: types, events, errors, protocols. Standard library and msgspec only."""

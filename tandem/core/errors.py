@@ -1,0 +1,101 @@
+"""The error tree, and the one place where foreign exceptions become ours.
+
+Every error pickles, says what failed with which id and what to do (``hint``), and whether trying again can
+help (``retryable``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class TandemError(Exception):
+    """Base of all errors a user may see. ``str()`` is the message; the hint is printed below it."""
+
+    retryable = False
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(kind: type[TandemError], message: str, hint: str) -> TandemError:
+    return kind(message, hint=hint)
+
+
+class ConfigError(TandemError):
+    """A recipe, flag or option is wrong."""
+
+
+class PluginError(TandemError):
+    """A name could not be resolved, or a plug-in's code failed to load."""
+
+
+class EngineError(TandemError):
+    """The inference or train engine failed."""
+
+
+class ModelError(EngineError):
+    """A model folder or file is missing, broken or unsupported."""
+
+
+class PromptTooLong(EngineError):
+    """The prompt does not fit the context."""
+
+
+class SandboxError(TandemError):
+    """A box failed."""
+
+
+class SandboxTimeout(SandboxError):
+    """A box did not answer within its deadline."""
+
+    retryable = True
+
+
+class SandboxGone(SandboxError):
+    """The box is dead or lost; a fresh one may work."""
+
+    retryable = True
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine cannot give what the spec asks for."""
+
+
+class EpisodeError(TandemError):
+    """An episode failed."""
+
+
+class WorkflowError(EpisodeError):
+    """The user's workflow or environment raised."""
+
+    retryable = True
+
+
+class RewardError(EpisodeError):
+    """A reward raised, hung, or returned something that is not a number."""
+
+
+class RecordError(TandemError):
+    """The event log or a checkpoint is missing, broken or does not fit."""
+
+
+class ClusterError(TandemError):
+    """A worker could not be placed or was lost."""
+
+
+@contextmanager
+def boundary(kind: type[TandemError], what: str, *, hint: str = "") -> Iterator[None]:
+    """Turn any exception of foreign code into ``kind`` with ``what`` in front; ours pass unchanged."""
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}", hint=hint) from error

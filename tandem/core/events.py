@@ -1,0 +1,240 @@
+"""Every event: the only list of what can happen.
+
+Facts, never steering. Granularity is the turn, never the token; long bytes go to the blob store and an
+event carries their digest. ``Envelope`` adds run, process, sequence, time, cause and the chain hash.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all events; the class name is the type on the wire."""
+
+
+# ---- run and config
+class RunStarted(Event):
+    run_id: str
+    version: str
+    command: str
+    config_blob: str
+    deterministic: bool
+
+
+class RunResumed(Event):
+    """The run goes on from a checkpoint. Events after ``keep_sequence`` (up to this one) are superseded:
+    their steps are made again, and no reader counts them."""
+
+    step: int
+    keep_sequence: int
+    checkpoint: str
+
+
+class RunFinished(Event):
+    step: int
+    reason: str  # finished | interrupted | failed
+    detail: str = ""
+
+
+# ---- episodes
+class GroupStarted(Event):
+    group_id: str
+    task_id: str
+    size: int
+    version: int
+    purpose: str = "train"  # train | eval name
+
+
+class EpisodeStarted(Event):
+    episode_id: str
+    group_id: str
+    task_id: str
+    index: int
+    attempt: int
+    seed: int
+
+
+class TurnFinished(Event):
+    episode_id: str
+    turn: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    finish_reason: str
+    version_first: int
+    version_last: int
+    model_s: float
+
+
+class ToolFinished(Event):
+    episode_id: str
+    turn: int
+    tool: str
+    failure: str | None
+    output_digest: str
+    output_bytes: int
+    duration_s: float
+
+
+class EpisodeFinished(Event):
+    """Terminal for an attempt: ``failure`` None and a reward, or a failure kind and no reward."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    index: int
+    attempt: int
+    reward: float | None
+    stop_reason: str | None
+    failure: str | None
+    detail: str
+    retried: bool
+    num_turns: int
+    num_tokens: int
+    lease_s: float
+    model_s: float
+    tools_s: float
+    reward_s: float
+    total_s: float
+    blob: str
+    purpose: str = "train"
+
+
+class RewardFinished(Event):
+    episode_id: str
+    name: str
+    value: float | None
+    failure: str | None
+    duration_s: float
+
+
+class GroupFinished(Event):
+    group_id: str
+    task_id: str
+    num_scored: int
+    num_failed: int
+    mean_reward: float | None
+    std_reward: float | None
+    purpose: str = "train"
+
+
+class GroupDropped(Event):
+    """A group that trains nothing. ``reason``: all_failed | stale | prompt_too_long."""
+
+    group_id: str
+    task_id: str
+    reason: str
+    detail: str = ""
+
+
+class TaskRejected(Event):
+    task_id: str
+    reason: str
+
+
+# ---- sandboxes
+class SandboxCreated(Event):
+    sandbox_id: str
+    backend: str
+    template: str
+    create_s: float
+
+
+class SandboxKilled(Event):
+    sandbox_id: str
+    lifetime_s: float
+
+
+class SandboxFailed(Event):
+    sandbox_id: str
+    error: str
+    detail: str
+
+
+# ---- engine, training, weights
+class StepFinished(Event):
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_groups: int
+    num_samples: int
+    num_loss_tokens: int
+    num_tokens: int
+    mean_reward: float | None
+    metrics: dict[str, float]
+    rollout_s: float  # waiting for groups
+    train_s: float
+    total_s: float
+
+
+class WeightsPublished(Event):
+    version: int
+    step: int
+    digest: str
+    place: str
+    publish_s: float
+
+
+class EngineReported(Event):
+    """Engine counters at the end of a step (differences since the step before)."""
+
+    step: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    busy_s: float
+
+
+class CheckpointSaved(Event):
+    step: int
+    path: str
+    digest: str
+    save_s: float
+
+
+class EvaluationFinished(Event):
+    name: str
+    step: int
+    num_tasks: int
+    num_failed: int
+    mean_reward: float | None
+    success: float | None
+    by_family: dict[str, float]
+    duration_s: float
+
+
+class WaitStalled(Event):
+    """Something waits longer than it should; ``missing`` names what for."""
+
+    who: str
+    waited_s: float
+    missing: list[str]
+
+
+class WarningRaised(Event):
+    where: str
+    message: str
+
+
+AnyEvent = (
+    RunStarted | RunResumed | RunFinished
+    | GroupStarted | EpisodeStarted | TurnFinished | ToolFinished | EpisodeFinished | RewardFinished
+    | GroupFinished | GroupDropped | TaskRejected
+    | SandboxCreated | SandboxKilled | SandboxFailed
+    | StepFinished | WeightsPublished | EngineReported | CheckpointSaved | EvaluationFinished
+    | WaitStalled | WarningRaised
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the log. ``cause`` is the sequence of the event that led to this one (-1: none);
+    ``previous`` is the hash of the line before, so that any change breaks the chain."""
+
+    sequence: int
+    time: float  # seconds since the epoch
+    process: int
+    cause: int
+    previous: str
+    event: AnyEvent

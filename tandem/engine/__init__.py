@@ -1,0 +1,1 @@
+"""Tensors live here: inference, training, weights."""
