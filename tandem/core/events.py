@@ -120,7 +120,7 @@ class GroupFinished(Event):
 
 
 class GroupDropped(Event):
-    """A group that trains nothing. ``reason``: all_failed | stale | prompt_too_long."""
+    """A group that trains nothing. ``reason``: all_failed | stale | prompt_too_long | flat."""
 
     group_id: str
     task_id: str
@@ -154,9 +154,11 @@ class SandboxFailed(Event):
 
 # ---- engine, training, weights
 class StepFinished(Event):
+    """One optimizer step. ``loss`` and ``grad_norm`` are None when no group was admitted: nothing was trained."""
+
     step: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     learning_rate: float
     num_groups: int
     num_samples: int
@@ -167,6 +169,7 @@ class StepFinished(Event):
     rollout_s: float  # waiting for groups
     train_s: float
     total_s: float
+    phase: str = "train"  # train | warmup
 
 
 class WeightsPublished(Event):
