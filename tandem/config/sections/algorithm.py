@@ -10,9 +10,11 @@ from tandem.config.sections.section import Section
 class AlgorithmSection(Section):
     name: str = "grpo"
     """Record in the algorithm catalog."""
-    clip_low: float = Field(default=0.2, ge=0)
-    """The ratio is clipped below at 1 minus this."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 plus this."""
+    clip_low: float | None = Field(default=None, ge=0)
+    """The ratio is clipped below at 1 minus this; unset: the method's own (`grpo`: 0.2)."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """The ratio is clipped above at 1 plus this; unset: the method's own (`grpo`: 0.2, `dapo`: 0.28)."""
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty (k3) against the reference, the weights that reinforcement started from; 0: no reference is kept."""
+    length_cap: int = Field(default=256, ge=1)
+    """The constant answer length, in tokens, that `dr_grpo` divides every answer's loss by."""

@@ -1,0 +1,1 @@
+"""Credit and loss as data: records, advantage functions, loss functions."""

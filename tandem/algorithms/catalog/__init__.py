@@ -1,0 +1,1 @@
+"""One file, one family of methods, one record for each method."""

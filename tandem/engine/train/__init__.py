@@ -1,0 +1,1 @@
+"""Training: plans of samples to tensors, loss, gradients, optimizer, checkpoints."""
