@@ -18,7 +18,8 @@ from pathlib import Path
 from tandem.core.errors import PluginError, boundary
 
 KINDS = (
-    "environment", "workflow", "reward", "algorithm", "model", "sandbox", "kernel", "transport", "cluster", "sink",
+    "environment", "workflow", "reward", "algorithm", "model", "parser", "sandbox", "kernel", "transport", "cluster",
+    "sink",
 )
 
 
