@@ -103,6 +103,10 @@ class WeightStore(Protocol):
         """Load it all back; returns ``extra``."""
         ...
 
+    def digest(self, step: int) -> str:
+        """The one digest that names every byte of a complete checkpoint."""
+        ...
+
 
 class Commands(Protocol):
     async def run(
