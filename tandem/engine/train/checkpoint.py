@@ -1,0 +1,189 @@
+"""Checkpoints: everything that a step depends on, on disk, whole or not at all.
+
+Owns: the folder of checkpoints of a run. A checkpoint is written under a temporary name, synced, and renamed;
+its manifest names every file with size and SHA-256. Refuses: Hugging Face folders (the model loader's part).
+Invariants: what ``latest`` lists is complete; what ``restore`` returns is what was saved, bit for bit, or it
+raises; a torn write leaves only a temporary folder, which the next save removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tandem.core.errors import RecordError
+from tandem.core.wire import decode, encode
+from tandem.engine.train.optimizer import AdamW
+from tandem.engine.train.random_state import random_state, set_random_state
+from tandem.engine.weights import PublishedWeights
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_TEMPORARY = ".unfinished-"
+
+
+class CheckpointStore:
+    """The checkpoints of one run, newest ``keep`` of them. ``reference`` is the frozen model of a KL penalty,
+    saved along because the run cannot make it again."""
+
+    def __init__(
+        self,
+        folder: Path,
+        weights: PublishedWeights,
+        optimizer: AdamW,
+        *,
+        keep: int,
+        reference: nn.Module | None = None,
+    ) -> None:
+        self._folder = folder
+        self._weights = weights
+        self._optimizer = optimizer
+        self._keep = keep
+        self._reference = reference
+
+    def save(self, step: int, extra: Mapping[str, object]) -> str:
+        """Write the checkpoint of ``step``; the caller sees to it that no step runs meanwhile."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for torn in self._folder.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(torn)
+        temporary = self._folder / f"{_TEMPORARY}{_name(step)}"
+        temporary.mkdir()
+        files: dict[str, dict[str, Tensor]] = {
+            "weights.safetensors": self._optimizer.weights(),
+            "moments.safetensors": self._optimizer.moments(),
+        }
+        if self._reference is not None:
+            files["reference.safetensors"] = {name: p.detach() for name, p in self._reference.named_parameters()}
+        state = {
+            "step": step,
+            "version": self._weights.version,
+            "random": random_state(),
+            "extra": dict(extra),
+        }
+        (temporary / "state.bin").write_bytes(encode(state))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda item: save_file(_storable(item[1]), temporary / item[0]), files.items()))
+            names = sorted(path.name for path in temporary.iterdir())
+            digests = list(pool.map(lambda name: _sync_and_digest(temporary / name), names))
+        entries = {
+            name: {"bytes": (temporary / name).stat().st_size, "sha256": digest}
+            for name, digest in zip(names, digests, strict=True)
+        }
+        manifest = temporary / MANIFEST
+        manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1))
+        _sync_and_digest(manifest)
+        _sync_folder(temporary)
+        final = self._folder / _name(step)
+        if final.exists():  # a step that is made again after a resume; its old checkpoint is superseded
+            self._remove(step)
+        temporary.rename(final)
+        _sync_folder(self._folder)
+        for old in self.steps()[: -self._keep]:
+            self._remove(old)
+        return str(final)
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first."""
+        found = [int(path.name.removeprefix("step-")) for path in self._folder.glob("step-*")]
+        return sorted(step for step in found if self._manifest(step) is not None)
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def restore(self, step: int) -> Mapping[str, object]:
+        """Load weights, optimizer, version, random state and reference; returns ``extra``.
+
+        Raises:
+            RecordError: there is no such checkpoint, or a byte of it is not as saved.
+        """
+        folder, manifest = self._folder / _name(step), self._manifest(step)
+        if manifest is None:
+            raise RecordError(
+                f"no complete checkpoint of step {step} in {self._folder}", hint=f"there are: {self.steps() or 'none'}"
+            )
+        for name, entry in manifest.items():
+            if _digest(folder / name) != entry["sha256"]:
+                raise RecordError(
+                    f"{folder / name} is not what was saved (SHA-256 differs)",
+                    hint=f"remove {folder} to resume from the checkpoint before it",
+                )
+        state = decode((folder / "state.bin").read_bytes(), dict)
+        self._optimizer.restore(load_file(folder / "weights.safetensors"), load_file(folder / "moments.safetensors"))
+        if self._reference is not None:
+            if "reference.safetensors" not in manifest:
+                raise RecordError(
+                    f"the checkpoint of step {step} holds no reference weights",
+                    hint="the run was started without a KL penalty; set algorithm.kl_weight = 0",
+                )
+            saved = load_file(folder / "reference.safetensors")
+            with torch.no_grad():
+                for name, parameter in self._reference.named_parameters():
+                    parameter.copy_(saved[name])
+        set_random_state(cast("Mapping[str, object]", state["random"]))
+        self._weights.set(cast(int, state["version"]), step)
+        return cast("Mapping[str, object]", state["extra"])
+
+    def digest(self, step: int) -> str:
+        """SHA-256 of the manifest, which holds the SHA-256 of every file."""
+        return _digest(self._folder / _name(step) / MANIFEST)
+
+    def _remove(self, step: int) -> None:
+        """Take a checkpoint off the list at once, then delete it: half a deletion must not look like one."""
+        doomed = self._folder / f"{_TEMPORARY}removed-{step}"
+        (self._folder / _name(step)).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _manifest(self, step: int) -> dict[str, dict[str, object]] | None:
+        """The files of a complete checkpoint: the manifest reads, and every file is there in full length."""
+        folder = self._folder / _name(step)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            files = manifest["files"]
+            whole = manifest["format"] == FORMAT and all(
+                (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
+            )
+        except (OSError, ValueError, KeyError):
+            return None
+        return files if whole else None
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_and_digest(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return _digest(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

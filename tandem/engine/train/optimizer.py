@@ -1,0 +1,152 @@
+"""AdamW with float32 masters, moments and gradient sums, whatever type the weights have.
+
+Owns: the gradient of the step (summed over micro-batches in float32), the clip on its true global norm, the
+update, and the optimizer's exact state. Refuses: schedules (the rate is an argument), publishing.
+Invariants: every parameter is updated at every step, with gradient 0 where nothing was computed for it; the
+weights are the masters rounded once; a gradient that is not finite changes nothing and raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.sections.optimizer import OptimizerSection
+from tandem.core.errors import EngineError, RecordError
+
+_SQUARES_ROW = 1024  # squares are summed in float32 along such rows, the rows in float64
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm over all elements, as a float64 scalar. One float32 sum over tens of millions of squares
+    would be off in the third digit."""
+    total: Tensor | None = None
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        whole = flat.numel() - flat.numel() % _SQUARES_ROW
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, _SQUARES_ROW), dim=1).double().square().sum()
+        rows = rows + flat[whole:].double().square().sum()
+        total = rows if total is None else total + rows
+    if total is None:
+        raise ValueError("no tensors to take the norm of")
+    return total.sqrt()
+
+
+class AdamW:
+    """The optimizer of one model. Parameters of one dimension (norms, biases) have no weight decay."""
+
+    def __init__(self, model: nn.Module, section: OptimizerSection) -> None:
+        self._section = section
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._masters = {
+            name: p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
+            for name, p in self._parameters.items()
+        }
+        groups = [
+            {"params": [m for m in self._masters.values() if m.dim() > 1], "weight_decay": section.weight_decay},
+            {"params": [m for m in self._masters.values() if m.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=section.learning_rate,
+            betas=(section.beta1, section.beta2),
+            eps=section.epsilon,
+            fused=True,
+        )
+
+    def accumulate(self) -> None:
+        """Add the gradients that a backward pass left on the weights to the sum of this step."""
+        for name, parameter in self._parameters.items():
+            master = self._masters[name]
+            if master is parameter or parameter.grad is None:
+                continue  # a float32 weight is its own master, and backward has added already
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+    def discard(self) -> None:
+        """Forget the gradients of a step that will not be finished."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            self._masters[name].grad = None
+
+    @torch.no_grad()
+    def step(self, rate: float) -> float:
+        """Clip, update masters and weights, forget the gradients; returns the norm before clipping.
+
+        Raises:
+            EngineError: the gradient is not finite; weights and state are as before.
+        """
+        masters = list(self._masters.values())
+        for master in masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        gradients = [master.grad for master in masters if master.grad is not None]
+        norm = float(global_norm(gradients))
+        if not math.isfinite(norm):
+            broken = next(n for n, m in self._masters.items() if m.grad is not None and not m.grad.isfinite().all())
+            self.discard()
+            raise EngineError(
+                f"the gradient is not finite (first in {broken}); the weights were not changed",
+                hint="lower optimizer.learning_rate, or check the rewards and log-probabilities of this step",
+            )
+        if 0 < self._section.max_grad_norm < norm:
+            for gradient in gradients:
+                gradient.mul_(self._section.max_grad_norm / norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self._round()
+        return norm
+
+    def _round(self) -> None:
+        """Make the weights the rounded masters, and tell everything that caches weights by version counter."""
+        for name, parameter in self._parameters.items():
+            if self._masters[name] is parameter:
+                torch.autograd.graph.increment_version(parameter)  # the fused update does not count itself
+            else:
+                parameter.copy_(self._masters[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The float32 masters by parameter name."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """Both moments and the update count by parameter name; empty before the first update."""
+        return {
+            f"{part}.{name}": self._adamw.state[master][part]
+            for name, master in self._masters.items()
+            if master in self._adamw.state
+            for part in ("exp_avg", "exp_avg_sq", "step")
+        }
+
+    @torch.no_grad()
+    def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """Take over exactly what ``weights`` and ``moments`` gave.
+
+        Raises:
+            RecordError: names or shapes are not those of this model.
+        """
+        if weights.keys() != self._masters.keys():
+            odd = sorted(weights.keys() ^ self._masters.keys())
+            raise RecordError(f"the checkpoint is of another model: {len(odd)} names differ, first {odd[0]}")
+        for name, master in self._masters.items():
+            if weights[name].shape != master.shape:
+                raise RecordError(
+                    f"the checkpoint is of another model: {name} has shape {tuple(weights[name].shape)}, "
+                    f"the model {tuple(master.shape)}"
+                )
+            master.copy_(weights[name])
+            self._adamw.state.pop(master, None)
+            if moments:
+                self._adamw.state[master] = {
+                    part: moments[f"{part}.{name}"].clone().to(master.device)
+                    for part in ("exp_avg", "exp_avg_sq", "step")
+                }
+        self._round()

@@ -1,0 +1,72 @@
+"""Log-probabilities of given tokens under given weights, without gradient.
+
+Owns: forward-only passes, for the current weights and for frozen copies of them (the reference of a KL penalty).
+Invariant: the same numbers as the training forward pass gives, token for token.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tandem.config.sections.engine import TrainSection
+from tandem.core.types import Floats, Trajectory
+from tandem.engine.compute import ComputeQueue
+from tandem.engine.train.batch import lay_out, predict
+from tandem.models.attention import AttentionContext
+from tandem.models.causal_lm import CausalLM
+
+
+def frozen_copy(model: CausalLM) -> CausalLM:
+    """The weights as they are now, in tensors of their own; the op table is shared."""
+    twin = copy.deepcopy(model, {id(model.ops): model.ops})
+    return twin.requires_grad_(False)
+
+
+class Scorer:
+    """Scores trajectories under the weights of one model, in jobs of the train lane."""
+
+    def __init__(self, model: CausalLM, compute: ComputeQueue, section: TrainSection) -> None:
+        self._model = model
+        self._compute = compute
+        self._section = section
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+        """One stream a trajectory, at its temperature; nothing predicts the first token, which gets 0."""
+        streams: list[Floats] = []
+        for batch in self._batches(trajectories):
+            streams += await self._compute.run("train", lambda batch=batch: self._score(batch))
+        return streams
+
+    def _batches(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        batches: list[list[Trajectory]] = []
+        room = 0
+        for trajectory in trajectories:
+            if not batches or len(trajectory.token_ids) > room:
+                batches.append([])
+                room = self._section.micro_batch_tokens
+            batches[-1].append(trajectory)
+            room -= len(trajectory.token_ids)
+        return batches
+
+    @torch.no_grad()
+    def _score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+        device = self._model.head_weight.device
+        streams = [trajectory.token_ids[:-1] for trajectory in trajectories]
+        layout = lay_out(streams, share_prefixes=self._section.share_prefixes, device=device)
+        wanted = [np.arange(1, len(trajectory.token_ids)) for trajectory in trajectories]
+        predictions = predict(layout, trajectories, wanted, device)
+        context = AttentionContext(keys=layout.keys, write_slots_T=None, cache=None)
+        hidden_TD = self._model(layout.ids_T, layout.positions_T, context)
+        logprobs_N, _ = self._model.ops.token_logprobs(
+            hidden_TD.index_select(0, predictions.rows_N),
+            self._model.head_weight,
+            predictions.targets_N,
+            predictions.temperature_N,
+        )
+        parts = np.split(logprobs_N.float().cpu().numpy(), np.cumsum([len(tokens) for tokens in wanted])[:-1])
+        return [array("f", np.concatenate([np.zeros(1, np.float32), part]).tobytes()) for part in parts]

@@ -1,0 +1,125 @@
+"""The train engine: one plan, one optimizer step.
+
+Owns: forward, loss, backward of every micro-batch, each a job of the train lane (inference steps go between
+them), and the last job: clip, update and version bump as one.
+Refuses: deciding what is trained, or when. Invariants: the same plan on the same weights gives the same bits;
+a step that fails or is cancelled before its last job leaves weights, optimizer and version as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from tandem.algorithms.losses import LossTokens, TokenLosses
+from tandem.algorithms.spec import AlgorithmSpec, function_named
+from tandem.config.sections.engine import TrainSection
+from tandem.config.sections.optimizer import OptimizerSection
+from tandem.core.types import BatchPlan, Floats, Sample, StepResult, Trajectory, WeightVersion
+from tandem.engine.compute import ComputeQueue
+from tandem.engine.train.batch import make_micro_batch
+from tandem.engine.train.optimizer import AdamW
+from tandem.engine.train.schedule import learning_rate
+from tandem.engine.train.score import Scorer
+from tandem.engine.train.statistics import conclude, measure
+from tandem.engine.weights import PublishedWeights
+from tandem.models.attention import AttentionContext
+
+
+class LocalTrainEngine:
+    """Trains the published weights in place. ``optimizer`` is what a checkpoint stores."""
+
+    def __init__(
+        self,
+        weights: PublishedWeights,
+        compute: ComputeQueue,
+        *,
+        train: TrainSection,
+        optimizer: OptimizerSection,
+        algorithm: AlgorithmSpec,
+        total_steps: int,
+    ) -> None:
+        self.optimizer = AdamW(weights.model, optimizer)
+        self._weights = weights
+        self._compute = compute
+        self._train = train
+        self._schedule = optimizer
+        self._algorithm = algorithm
+        self._loss = cast("Callable[[AlgorithmSpec, LossTokens], TokenLosses]", function_named(algorithm.loss))
+        self._total_steps = total_steps
+        self._unpublished = False
+        self._scorer = Scorer(weights.model, compute, train)
+
+    async def step(self, plan: BatchPlan) -> StepResult:
+        """Forward, loss, backward, update for one plan; the weights have their next version when it returns."""
+        started = time.perf_counter()
+        rate = learning_rate(self._schedule, step=plan.step, total_steps=self._total_steps)
+        # A step that was cancelled half-way may have left gradients.
+        await self._compute.run("train", self.optimizer.discard)
+        measured = []
+        for row in plan.rows:
+            measured.append(await self._compute.run("train", lambda row=row: self._micro_batch(row, plan)))
+
+        def finish() -> tuple[float, float, int, dict[str, float]]:
+            norm = self.optimizer.step(rate)
+            self._weights.bump(plan.step)
+            self._unpublished = True
+            return norm, *conclude(measured)
+
+        norm, loss, num_computed, metrics = await self._compute.run("train", finish)
+        metrics["computed_tokens"] = float(num_computed)
+        return StepResult(
+            step=plan.step,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            num_loss_tokens=plan.num_loss_tokens,
+            num_tokens=sum(len(sample.trajectory.token_ids) for row in plan.rows for sample in row),
+            metrics=metrics,
+            train_s=time.perf_counter() - started,
+        )
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+        """Log-probability of every token under the current weights, one stream a trajectory."""
+        return await self._scorer.score(trajectories)
+
+    async def publish(self) -> WeightVersion:
+        """The version that the last step made; the sampler has had it since then, for it reads the same tensors.
+        Without a step since the last call, the same weights get the next number."""
+        if not self._unpublished:
+            await self._compute.run("train", lambda: self._weights.bump(self._weights.current.step))
+        self._unpublished = False
+        return self._weights.current
+
+    async def close(self) -> None:
+        """Forget gradients; weights and queue belong to others."""
+        await self._compute.run("train", self.optimizer.discard)
+
+    def _micro_batch(self, row: Sequence[Sample], plan: BatchPlan) -> Tensor:
+        model = self._weights.model
+        batch = make_micro_batch(
+            row,
+            self._algorithm,
+            num_loss_tokens_of_step=plan.num_loss_tokens,
+            num_sequences_of_step=plan.num_sequences,
+            version=self._weights.version,
+            share_prefixes=self._train.share_prefixes,
+            device=model.head_weight.device,
+        )
+        context = AttentionContext(keys=batch.layout.keys, write_slots_T=None, cache=None)
+        hidden_TD = model(
+            batch.layout.ids_T, batch.layout.positions_T, context, checkpoint=self._train.checkpoint_activations
+        )
+        logprobs_N, entropy_N = model.ops.token_logprobs(
+            hidden_TD.index_select(0, batch.predictions.rows_N),
+            model.head_weight,
+            batch.predictions.targets_N,
+            batch.predictions.temperature_N,
+        )
+        losses = self._loss(self._algorithm, batch.loss_tokens(logprobs_N))
+        losses.loss.backward()
+        self.optimizer.accumulate()
+        return measure(batch, logprobs_N, entropy_N, losses)
