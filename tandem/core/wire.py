@@ -27,6 +27,8 @@ def _pack(value: object) -> object:
 def _unpack(kind: type, value: object) -> object:
     if kind is array and isinstance(value, bytes):
         return array(value[:1].decode(), value[1:])
+    if kind is object:  # free-form data, such as a task's private part or a call's arguments
+        return value
     raise NotImplementedError(f"cannot decode {kind}")
 
 
