@@ -1,0 +1,1 @@
+"""What users write: tasks, the agent loop, tools and rewards. No tensors, no inference, no sandbox backend."""

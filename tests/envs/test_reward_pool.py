@@ -1,0 +1,120 @@
+"""Rewards in killable processes: case 10, typed ends, no process left."""
+
+import asyncio
+import time
+
+import pytest
+from rewards_for_tests import (
+    answer_is_right,
+    async_one,
+    dies,
+    exits,
+    loops_in_python,
+    no_verdict,
+    not_a_number,
+    one,
+    prints,
+    raises,
+    slow,
+    stuck_in_native_code,
+    torch_is_loaded,
+    wrong_type,
+)
+
+from tandem.core import wire
+from tandem.core.types import Episode, FailureKind, Task
+from tandem.envs.reward import Reward, score, total
+from tandem.envs.reward_pool import RewardPool
+
+TASK = Task(id="t", messages=(), private={"answer": "42"})
+
+
+def episode(number=0, final_message=""):
+    return Episode(
+        id=f"e{number}", task_id="t", group_id="g", index=0, attempt=0, seed=0, turns=(), final_message=final_message
+    )
+
+
+async def verdicts(functions, *, time_s=5.0, size=2):
+    pool = RewardPool(size=size)
+    try:
+        return await asyncio.gather(*(
+            score(Reward(each), episode=episode(n), task=TASK, box=None, pool=pool, time_s=time_s)
+            for n, each in enumerate(functions)
+        )), pool
+    finally:
+        await pool.close()
+
+
+def test_case_10_stuck_rewards_are_killed_and_good_ones_scored():
+    start = time.monotonic()
+    bad = [loops_in_python, stuck_in_native_code, raises]
+    made, pool = asyncio.run(verdicts([*bad, *[one] * 20], time_s=2.0))
+    kinds = [verdict.score.failure for verdict in made]
+    assert kinds[:3] == [FailureKind.REWARD_TIMEOUT, FailureKind.REWARD_TIMEOUT, FailureKind.REWARD]
+    assert [verdict.score.value for verdict in made[3:]] == [1.0] * 20
+    assert all(2.0 <= verdict.duration_s < 4.5 for verdict in made[:2])
+    assert "KeyError" in made[2].score.detail and "rewards_for_tests.py:" in made[2].score.detail
+    assert pool.num_killed == 2
+    assert time.monotonic() - start < 8
+
+
+def test_values_and_typed_ends():
+    made, _ = asyncio.run(verdicts(
+        [async_one, no_verdict, wrong_type, not_a_number, prints, exits, dies, torch_is_loaded, one]
+    ))
+    scores = [verdict.score for verdict in made]
+    assert [each.value for each in scores] == [1.0, None, None, None, 0.5, None, None, 0.0, 1.0]
+    assert scores[1].failure is FailureKind.REWARD_MISSING
+    assert scores[2].failure is FailureKind.REWARD
+    assert scores[2].detail == "reward wrong_type on episode e2: it returned str, not a number"
+    assert "not a finite number" in scores[3].detail
+    assert scores[5].failure is scores[6].failure is FailureKind.REWARD
+    assert "died" in scores[6].detail
+
+
+def test_a_reward_sees_the_task_and_the_episode():
+    async def run():
+        pool = RewardPool(size=1)
+        try:
+            return [
+                (await score(Reward(answer_is_right), episode=episode(0, text), task=TASK, box=None, pool=pool, time_s=5))
+                .score.value
+                for text in ("42", "41")
+            ]
+        finally:
+            await pool.close()
+
+    assert asyncio.run(run()) == [1.0, 0.0]
+
+
+def test_the_limit_does_not_count_the_queue():
+    made, pool = asyncio.run(verdicts([slow] * 5, time_s=1.0, size=1))
+    assert [verdict.score.value for verdict in made] == [0.25] * 5
+    assert pool.num_killed == 0
+
+
+def test_close_and_cancel_leave_no_process():
+    async def run():
+        pool = RewardPool(size=2)
+        pool.warm()
+        call = asyncio.create_task(pool.call(Reward(loops_in_python).reference, episode(), TASK, time_s=60))
+        await asyncio.sleep(1.0)
+        workers = [*pool._idle, *pool._busy]
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await pool.close()
+        return [worker.process.returncode for worker in workers]
+
+    assert asyncio.run(run()) == [-9, -9]
+
+
+def test_weighted_sum_and_missing_scores():
+    made, _ = asyncio.run(verdicts([one, no_verdict]))
+    good, missing = (verdict.score for verdict in made)
+    assert total([good]) == (1.0, None)
+    value, failure = total([good, missing])
+    assert value is None and failure is not None and failure.kind is FailureKind.REWARD_MISSING
+    measured_only = wire.decode(wire.encode(missing), type(missing))
+    assert total([good, type(missing)(name="m", value=None, weight=0.0, failure=measured_only.failure)]) == (1.0, None)
