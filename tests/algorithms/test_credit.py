@@ -30,7 +30,8 @@ def episode(index: int, reward: float | None) -> Episode:
 def trajectory(episode_id: str, flags: list[int]) -> Trajectory:
     n = len(flags)
     return Trajectory(
-        episode_id=episode_id, group_id="g", token_ids=ids(range(n)), loss_mask=mask(flags), logprobs=floats([-1.0] * n),
+        episode_id=episode_id, group_id="g", token_ids=ids(range(n)), loss_mask=mask(flags),
+        logprobs=floats([-1.0] * n),
         versions=ids([0] * n), num_prompt_tokens=1,
     )  # fmt: skip
 

@@ -1,0 +1,167 @@
+"""Checkpoints: whole or not at all, bit for bit, and a resumed run equals an uninterrupted one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.algorithms.catalog.grpo import GRPO
+from tandem.config.sections.engine import TrainSection
+from tandem.config.sections.optimizer import OptimizerSection
+from tandem.core.errors import RecordError
+from tandem.engine.compute import ComputeQueue
+from tandem.engine.train.checkpoint import CheckpointStore
+from tandem.engine.train.score import frozen_copy
+from tandem.engine.train.step import LocalTrainEngine
+from tandem.engine.weights import PublishedWeights
+from tandem.trainer.batcher import make_plan
+from tests.engine.train.tiny import group_samples, tiny_model
+
+SECTION = TrainSection(micro_batch_tokens=64)
+OPTIMIZER = OptimizerSection(learning_rate=1e-2, warmup_steps=3, decay="cosine")
+
+
+class Process:
+    """Everything of one training process."""
+
+    def __init__(self, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, keep: int = 2) -> None:
+        self.model = tiny_model(seed=seed, dtype=dtype)
+        self.weights = PublishedWeights(self.model)
+        self.compute = ComputeQueue()
+        self.engine = LocalTrainEngine(
+            self.weights, self.compute, train=SECTION, optimizer=OPTIMIZER, algorithm=GRPO, total_steps=8
+        )
+        self.store = CheckpointStore(folder, self.weights, self.engine.optimizer, keep=keep)
+
+    def train(self, first: int, last: int) -> None:
+        async def go() -> None:
+            for step in range(first, last + 1):
+                await self.engine.step(make_plan(step, group_samples(seed=step), GRPO, SECTION))
+                await self.engine.publish()
+
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, dtype) -> None:
+    whole = Process(tmp_path / "a", dtype=dtype)
+    whole.train(1, 8)
+    first = Process(tmp_path / "b", dtype=dtype)
+    first.train(1, 5)
+    random.seed(3), np.random.seed(4), torch.manual_seed(5)
+    first.store.save(5, {"rollout": {"next": 17}, "name": "x", "list": [1, 2.5, None, True], "raw": b"\x00\xff"})
+    drawn = random.random(), np.random.rand(), float(torch.rand(()))
+    second = Process(tmp_path / "b", seed=99, dtype=dtype)
+    assert second.store.latest() == 5
+    extra = second.store.restore(5)
+    assert extra == {"rollout": {"next": 17}, "name": "x", "list": [1, 2.5, None, True], "raw": b"\x00\xff"}
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == drawn
+    assert second.weights.digest() == first.weights.digest()
+    assert second.weights.version == 5 and second.weights.current.step == 5
+    second.train(6, 8)
+    assert second.weights.digest() == whole.weights.digest()
+    for process in (whole, first, second):
+        process.compute.close()
+
+
+def test_a_checkpoint_before_the_first_step_restores_too(tmp_path) -> None:
+    first, second = Process(tmp_path), Process(tmp_path, seed=1)
+    first.store.save(0, {})
+    second.train(1, 2)
+    second.store.restore(0)
+    assert second.weights.digest() == first.weights.digest()
+    first.train(1, 1), second.train(1, 1)
+    assert second.weights.digest() == first.weights.digest()
+    first.compute.close(), second.compute.close()
+
+
+def test_newest_are_kept_and_a_remade_step_takes_its_place(tmp_path) -> None:
+    process = Process(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        process.store.save(step, {"step": step})
+    assert process.store.steps() == [2, 3] and process.store.latest() == 3
+    digest = process.store.digest(3)
+    process.store.save(3, {"step": "again"})
+    assert process.store.digest(3) != digest and process.store.restore(3) == {"step": "again"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    process.compute.close()
+
+
+def test_torn_and_changed_checkpoints(tmp_path) -> None:
+    process = Process(tmp_path)
+    process.store.save(1, {})
+    process.store.save(2, {})
+    (tmp_path / "step-000002" / "moments.safetensors").unlink()
+    assert process.store.latest() == 1
+    with pytest.raises(RecordError, match="no complete checkpoint of step 2"):
+        process.store.restore(2)
+    file = tmp_path / "step-000001" / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    before = process.weights.digest()
+    with pytest.raises(RecordError, match="not what was saved"):
+        process.store.restore(1)
+    assert process.weights.digest() == before
+    process.compute.close()
+
+
+def test_the_reference_of_a_penalty_comes_back(tmp_path) -> None:
+    process = Process(tmp_path)
+    reference = frozen_copy(process.model)
+    store = CheckpointStore(tmp_path, process.weights, process.engine.optimizer, keep=1, reference=reference)
+    process.train(1, 2)
+    store.save(2, {})
+    other = Process(tmp_path, seed=5)
+    empty = frozen_copy(other.model)
+    CheckpointStore(tmp_path, other.weights, other.engine.optimizer, keep=1, reference=empty).restore(2)
+    for one, two in zip(reference.parameters(), empty.parameters(), strict=True):
+        assert torch.equal(one, two)
+    process.store.save(3, {})
+    with pytest.raises(RecordError, match="no reference weights"):
+        store.restore(3)
+    process.compute.close(), other.compute.close()
+
+
+SAVER = """
+import sys
+from pathlib import Path
+from tests.engine.train.test_checkpoint import Process
+process = Process(Path(sys.argv[1]), keep=2)
+print("ready", flush=True)
+for step in range(1, 100000):
+    process.store.save(step, {"step": step})
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path) -> None:
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    survivor = Process(tmp_path, seed=7)
+    moments = random.Random(0)
+    best = 0
+    for _ in range(3):
+        saver = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, env=environment, cwd=root
+        )
+        assert saver.stdout is not None and saver.stdout.readline() == b"ready\n"
+        time.sleep(moments.uniform(0.1, 0.4))
+        saver.send_signal(signal.SIGKILL)
+        saver.wait(timeout=10)
+        saver.stdout.close()
+        latest = survivor.store.latest()
+        assert latest is not None and latest >= 1
+        assert survivor.store.restore(latest) == {"step": latest}
+        best = max(best, latest)
+    assert best > 1
+    survivor.compute.close()
