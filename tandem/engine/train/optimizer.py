@@ -45,6 +45,7 @@ class AdamW:
             name: p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
             for name, p in self._parameters.items()
         }
+        self._begun: set[str] = set()  # masters whose gradient holds a part of this step
         groups = [
             {"params": [m for m in self._masters.values() if m.dim() > 1], "weight_decay": section.weight_decay},
             {"params": [m for m in self._masters.values() if m.dim() <= 1], "weight_decay": 0.0},
@@ -64,16 +65,28 @@ class AdamW:
             if master is parameter or parameter.grad is None:
                 continue  # a float32 weight is its own master, and backward has added already
             if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
+                master.grad = torch.empty_like(master)  # kept from step to step: fresh memory is slow memory
+            if name in self._begun:
                 master.grad.add_(parameter.grad)
+            else:
+                master.grad.copy_(parameter.grad)
+                self._begun.add(name)
             parameter.grad = None
 
     def discard(self) -> None:
-        """Forget the gradients of a step that will not be finished."""
-        for name, parameter in self._parameters.items():
+        """Forget the gradients summed so far, those of a step that will not be finished too."""
+        self._begun.clear()
+        for parameter in self._parameters.values():
             parameter.grad = None
-            self._masters[name].grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        """The summed gradient of every master, 0 where nothing was computed."""
+        for name, master in self._masters.items():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            elif master is not self._parameters[name] and name not in self._begun:
+                master.grad.zero_()
+        return [master.grad for master in self._masters.values() if master.grad is not None]
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
@@ -82,14 +95,11 @@ class AdamW:
         Raises:
             EngineError: the gradient is not finite; weights and state are as before.
         """
-        masters = list(self._masters.values())
-        for master in masters:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        gradients = [master.grad for master in masters if master.grad is not None]
+        gradients = self._gradients()
         norm = float(global_norm(gradients))
         if not math.isfinite(norm):
-            broken = next(n for n, m in self._masters.items() if m.grad is not None and not m.grad.isfinite().all())
+            names = zip(self._masters, gradients, strict=True)
+            broken = next((name for name, gradient in names if not gradient.isfinite().all()), "its sum of squares")
             self.discard()
             raise EngineError(
                 f"the gradient is not finite (first in {broken}); the weights were not changed",
@@ -101,7 +111,7 @@ class AdamW:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self.discard()
         self._round()
         return norm
 
