@@ -47,5 +47,5 @@ class PublishedWeights:
         total = hashlib.sha256()
         for name, parameter in sorted(self.model.named_parameters()):
             total.update(f"{name}\x00{parameter.dtype}\x00{tuple(parameter.shape)}\x00".encode())
-            total.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+            total.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return total.hexdigest()
