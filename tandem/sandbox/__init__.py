@@ -1,0 +1,1 @@
+"""Isolated computers: boxes that run commands, with hard limits, and die with their owner."""

@@ -1,0 +1,1 @@
+"""Ways to isolate a box; each implements the contract of ``tandem.sandbox.backend``."""

@@ -1,0 +1,72 @@
+"""Compiles the box program at first use.
+
+Owns: the binary in the user's cache, named by the digest of its sources and compiler line, so that a new version
+never runs an old program. Publication is a rename: concurrent first uses are safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tandem.core.errors import SandboxUnavailable
+
+SOURCES = Path(__file__).parent / "native"
+FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra", "-static")
+COMPILERS = ("musl-gcc", "gcc", "cc", "clang")
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/tandem`` or ``~/.cache/tandem``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def program(cache: Path | None = None) -> Path:
+    """The path of the compiled program; compiles it if it is not there (about two seconds).
+
+    Raises:
+        SandboxUnavailable: no compiler, or it fails.
+    """
+    sources = sorted(SOURCES.glob("*.[ch]"))
+    stamp = hashlib.blake2b(" ".join((platform.machine(), *FLAGS)).encode(), digest_size=8)
+    for source in sources:
+        stamp.update(source.name.encode() + b"\0" + source.read_bytes())
+    target = (cache or cache_folder()) / f"box-{stamp.hexdigest()}"
+    if not target.exists():
+        _compile([str(source) for source in sources if source.suffix == ".c"], target)
+    return target
+
+
+def _compile(sources: list[str], target: Path) -> None:
+    compilers = [found for name in COMPILERS if (found := shutil.which(name))]
+    if not compilers:
+        raise SandboxUnavailable(
+            "the sandbox's small native program must be compiled once, and there is no C compiler",
+            hint="install gcc (Debian: apt install gcc libc6-dev)",
+        )
+    problems = []
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for compiler in compilers:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+            made = Path(folder) / "box"
+            try:
+                done = subprocess.run(
+                    [compiler, *FLAGS, "-o", str(made), *sources], capture_output=True, text=True, timeout=120
+                )
+            except subprocess.TimeoutExpired:
+                problems.append(f"{compiler}: not done after 120 s")
+                continue
+            if done.returncode == 0:
+                made.chmod(0o755)
+                made.rename(target)
+                return
+            problems.append(f"{compiler}: {done.stderr.strip()[-600:]}")
+    raise SandboxUnavailable(
+        "the sandbox's native program does not compile: " + "; ".join(problems),
+        hint="a static C library is needed (Debian: apt install gcc libc6-dev linux-libc-dev)",
+    )

@@ -1,0 +1,179 @@
+"""The supervisor's end of one box's socket: calls in flight, their output, their ends.
+
+Owns: the caps on this side (a box that sends more than it was allowed is cut off), the window of stdin bytes in
+flight, and the watch on a box that does not keep its own deadlines.
+Invariant: every call ends: by its exit frame, by the loss of the box, or by the watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Mapping
+
+from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout
+from tandem.sandbox.backend import Call, Outcome
+from tandem.sandbox.backends.frames import (
+    EXIT,
+    FRAME_MAX,
+    HEAD,
+    NOT_STARTED,
+    OUT_OF_MEMORY,
+    PROTOCOL,
+    STDIN_WINDOW,
+    TIMED_OUT,
+    Frame,
+    frame,
+    run_frame,
+)
+
+GRACE_S = 10.0
+
+
+class _Pending:
+    """One call in flight."""
+
+    __slots__ = ("call", "done", "stdout", "stderr", "unsent", "window")
+
+    def __init__(self, call: Call, done: asyncio.Future[tuple[int, int, int, int, int]]) -> None:
+        self.call = call
+        self.done = done
+        self.stdout = bytearray()
+        self.stderr = bytearray()
+        self.unsent = memoryview(call.stdin)
+        self.window = STDIN_WINDOW
+
+
+class Channel(asyncio.Protocol):
+    """The protocol object of one box's socket. ``hello`` is told once: None, or why the box failed."""
+
+    def __init__(self, name: str, environment: Mapping[str, str], hello: Callable[[str | None], None]) -> None:
+        self._name = name
+        self._environment = environment
+        self._hello = hello
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._pending: dict[int, _Pending] = {}
+        self._next = 1
+        self._lost: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end("its agent closed the connection" if exc is None else str(exc))
+
+    def end(self, why: str) -> None:
+        """Fail all calls in flight and every later one."""
+        if self._lost is None:
+            self._lost = why
+        if self._transport is not None:
+            self._transport.abort()
+        for pending in self._pending.values():
+            if not pending.done.done():
+                pending.done.set_exception(self._gone())
+        self._pending.clear()
+
+    def _gone(self) -> SandboxGone:
+        return SandboxGone(f"sandbox {self._name} is gone: {self._lost}", hint="create a new one")
+
+    async def call(self, call: Call) -> Outcome:
+        """Raises SandboxGone, SandboxTimeout (the box keeps no deadlines any more: kill it), SandboxError."""
+        if self._lost is not None or self._transport is None:
+            raise self._gone()
+        number = self._next
+        self._next = self._next % 0xFFFFFFFF + 1
+        pending = _Pending(call, asyncio.get_running_loop().create_future())
+        self._transport.write(run_frame(number, call, {**self._environment, **call.environment}))
+        self._pending[number] = pending
+        if call.stdin or call.kind == "w":
+            self._feed(number, pending)
+        try:
+            async with asyncio.timeout(call.timeout_s + GRACE_S):
+                code, flags, dropped_out, dropped_error, duration_us = await pending.done
+        except TimeoutError as error:
+            raise SandboxTimeout(
+                f"sandbox {self._name} did not end a command {GRACE_S:g} s after its deadline of {call.timeout_s:g} s",
+                hint="the box is killed; create a new one",
+            ) from error
+        except asyncio.CancelledError:
+            if self._lost is None:
+                self._transport.write(frame(Frame.KILL, number))
+            raise
+        finally:
+            self._pending.pop(number, None)
+        return Outcome(
+            code=None if code < 0 else code,
+            stdout=bytes(pending.stdout),
+            stderr=bytes(pending.stderr),
+            dropped_bytes=dropped_out + dropped_error,
+            timed_out=bool(flags & TIMED_OUT),
+            started=not flags & NOT_STARTED,
+            oom_killed=bool(flags & OUT_OF_MEMORY),
+            duration_s=duration_us / 1e6,
+        )
+
+    def _feed(self, number: int, pending: _Pending) -> None:
+        assert self._transport is not None
+        while pending.unsent and pending.window:
+            part = pending.unsent[: min(pending.window, 64 * 1024)]
+            pending.unsent = pending.unsent[len(part):]
+            pending.window -= len(part)
+            self._transport.write(frame(Frame.STDIN, number, bytes(part)))
+            if not pending.unsent:
+                self._transport.write(frame(Frame.STDIN, number))
+        if not pending.call.stdin:
+            self._transport.write(frame(Frame.STDIN, number))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= HEAD.size:
+            length, kind, number = HEAD.unpack_from(self._buffer, start)
+            if not 5 <= length <= FRAME_MAX:
+                self.end("it broke the protocol")
+                return
+            if len(self._buffer) - start < 4 + length:
+                break
+            payload = bytes(memoryview(self._buffer)[start + HEAD.size : start + 4 + length])
+            start += 4 + length
+            self._on_frame(kind, number, payload)
+        del self._buffer[:start]
+
+    def _on_frame(self, kind: int, number: int, payload: bytes) -> None:
+        if kind == Frame.HELLO:
+            (protocol,) = struct.unpack("<I", payload)
+            self._hello(None if protocol == PROTOCOL else f"its agent speaks protocol {protocol}, not {PROTOCOL}")
+            return
+        if kind == Frame.FAIL:
+            self._hello(payload.decode("utf-8", "replace"))
+            return
+        pending = self._pending.get(number)
+        if pending is None:
+            return  # the tail of a call that was cancelled
+        if kind in (Frame.STDOUT, Frame.STDERR):
+            self._on_output(pending, kind, payload)
+        elif kind == Frame.STDIN_ACK:
+            pending.window += struct.unpack("<I", payload)[0]
+            if pending.unsent:
+                self._feed(number, pending)
+        elif kind == Frame.EXIT and not pending.done.done():
+            pending.done.set_result(EXIT.unpack(payload))
+
+    def _on_output(self, pending: _Pending, kind: int, payload: bytes) -> None:
+        call = pending.call
+        if kind == Frame.STDOUT:
+            kept, cap, listener = pending.stdout, call.stdout_cap_bytes, call.on_stdout
+        else:
+            kept, cap, listener = pending.stderr, call.stderr_cap_bytes, call.on_stderr
+        if len(kept) + len(payload) > max(cap, 4096):  # the agent's own complaints may pass a tiny cap
+            self.end("it sent more output than it may")
+            return
+        kept += payload
+        if listener is not None:
+            try:
+                listener(payload)
+            except Exception as error:  # the listener is the caller's code: its fault ends its call, not the box
+                if not pending.done.done():
+                    pending.done.set_exception(SandboxError(f"an output listener raised {type(error).__name__}: {error}"))

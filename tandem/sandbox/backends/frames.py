@@ -1,0 +1,98 @@
+"""Bytes between the supervisor and the box program; the twin of ``native/wire.c`` and ``native/box.h``.
+
+Owns: the layout. A frame is u32 length, u8 type, u32 command, payload; strings are u32 length, bytes, NUL.
+Refuses: frames beyond the limit, in both directions.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+
+from tandem.core.errors import SandboxError
+from tandem.sandbox.backend import Call
+from tandem.sandbox.backends.template import Step
+
+PROTOCOL = 1
+FRAME_MAX = 1 << 20
+STDIN_WINDOW = 256 * 1024
+HEAD = struct.Struct("<IBI")
+EXIT = struct.Struct("<iIQQQ")
+
+
+class Frame(IntEnum):
+    RUN = 1
+    STDIN = 2
+    KILL = 3
+    HELLO = 16
+    FAIL = 17
+    STDOUT = 18
+    STDERR = 19
+    EXIT = 20
+    STDIN_ACK = 21
+
+
+TIMED_OUT, OUT_OF_MEMORY, NOT_STARTED, KILLED = 1, 2, 4, 8
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+    return struct.pack("<I", len(data)) + data + b"\0"
+
+
+def frame(kind: Frame, command: int, payload: bytes = b"") -> bytes:
+    return HEAD.pack(5 + len(payload), kind, command) + payload
+
+
+def run_frame(command: int, call: Call, environment: Mapping[str, str]) -> bytes:
+    """Raises ``SandboxError`` for strings that no command line can carry."""
+    pairs = [f"{name}={value}" for name, value in environment.items()]
+    for value in (*call.arguments, *pairs, call.folder):
+        if "\0" in value:
+            raise SandboxError(f"a command cannot carry a NUL character: {value[:80]!r}")
+    timeout_ms = min(max(1, round(call.timeout_s * 1000)), 2**31)
+    payload = b"".join((
+        call.kind.encode(),
+        struct.pack("<IQQB", timeout_ms, call.stdout_cap_bytes, call.stderr_cap_bytes, bool(call.stdin) or call.kind == "w"),
+        text(call.folder),
+        _strings(call.arguments),
+        _strings(pairs),
+    ))
+    if len(payload) + 5 > FRAME_MAX:
+        raise SandboxError(
+            f"the command line is {len(payload)} bytes; at most {FRAME_MAX}", hint="write it into a file of the box first"
+        )
+    return frame(Frame.RUN, command, payload)
+
+
+def _strings(values: Sequence[str]) -> bytes:
+    return struct.pack("<I", len(values)) + b"".join(text(value) for value in values)
+
+
+def create_message(
+    box: int,
+    *,
+    hostname: str,
+    outer_ids: tuple[int, int, int],
+    work_id: int,
+    disk: tuple[int, int],
+    num_processes: int,
+    data_bytes: int,
+    watch_bytes: int,
+    cgroups: Iterable[tuple[str, bool, list[tuple[str, str]]]],
+    steps: Sequence[Step],
+) -> bytes:
+    """``outer_ids``: first uid, first gid, how many; ``disk``: bytes, inodes."""
+    groups = list(cgroups)
+    packed = struct.pack("<I", len(groups)) + b"".join(
+        text(folder) + struct.pack("<BI", unified, len(values)) + b"".join(text(file) + text(value) for file, value in values)
+        for folder, unified, values in groups
+    )
+    built = struct.pack("<I", len(steps)) + b"".join(
+        step.kind.encode() + text(step.path) + text(step.argument) + struct.pack("<I", step.mode) for step in steps
+    )
+    return b"".join((
+        b"C", struct.pack("<I", box), text(hostname), struct.pack("<IIII", *outer_ids, work_id),
+        struct.pack("<QQQQQ", *disk, num_processes, data_bytes, watch_bytes), text(packed), text(built),
+    ))

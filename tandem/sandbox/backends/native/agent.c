@@ -1,0 +1,326 @@
+/* Pid 1 of the box: reaps, starts commands, carries their output with hard caps, keeps their deadlines, and ends
+ * (and with it everything in the box) when its socket closes. It never blocks on anything but poll. */
+#include "box.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { MAX_COMMANDS = 128, OUT_SIZE = 512 * 1024, CHUNK = 64 * 1024, OUT_RESERVE = 64 * 1024, WATCH_MS = 25 };
+
+static struct command commands[MAX_COMMANDS];
+static uint8_t in[FRAME_MAX + FRAME_HEAD], out[OUT_SIZE], chunk[CHUNK];
+static size_t in_length, out_start, out_length;
+static int sock;
+
+static size_t out_free(void) { return OUT_SIZE - out_length; }
+
+static void flush(void) {
+    while (out_length) {
+        ssize_t done = send(sock, out + out_start, out_length, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (done < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN) return;
+            _exit(0); /* the supervisor is gone */
+        }
+        out_start += done;
+        out_length -= done;
+    }
+    out_start = 0;
+}
+
+/* Callers see to it that there is room: output stops at OUT_RESERVE, which is kept for the small frames. */
+static void emit(uint8_t type, uint32_t id, const void *data, size_t length) {
+    if (out_start + out_length + FRAME_HEAD + length > OUT_SIZE) {
+        memmove(out, out + out_start, out_length);
+        out_start = 0;
+    }
+    if (FRAME_HEAD + length > out_free()) _exit(1); /* the supervisor has not read for thousands of frames */
+    uint8_t *at = out + out_start + out_length;
+    put_u32(at, 5 + length);
+    at[4] = type;
+    put_u32(at + 5, id);
+    memcpy(at + FRAME_HEAD, data, length);
+    out_length += FRAME_HEAD + length;
+}
+
+static void report(struct command *command) {
+    uint8_t data[32];
+    bool no_code = command->flags & (TIMED_OUT | KILLED);
+    put_u32(data, no_code ? (uint32_t)-1 : (uint32_t)command->code);
+    put_u32(data + 4, command->flags);
+    put_u64(data + 8, command->dropped[0]);
+    put_u64(data + 16, command->dropped[1]);
+    put_u64(data + 24, now_us() - command->started_us);
+    emit(EXIT, command->id, data, sizeof data);
+    command->reported = true;
+}
+
+static struct command *find(uint32_t id) {
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].reported && commands[i].id == id) return &commands[i];
+    return NULL;
+}
+
+static void kill_command(struct command *command, int flag) {
+    if (command->exited) return;
+    command->flags |= flag;
+    command->deadline_us = INT64_MAX;
+    tree_kill(command->shim);
+    kill(command->shim, SIGKILL);
+}
+
+/* ---- messages from the supervisor */
+static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_user) {
+    struct command *command = NULL;
+    for (int i = 0; i < MAX_COMMANDS && !command; i++)
+        if (!commands[i].used) command = &commands[i];
+    struct command none = { 0 };
+    if (!command) command = &none;
+    *command = (struct command){ .used = true, .id = id, .pipe = { -1, -1 }, .input = -1, .started_us = now_us() };
+    errno = EAGAIN;
+    if (command != &none && command_start(command, c, work_id, switch_user)) return;
+    const char *reason = strerror(errno);
+    emit(STDERR, id, reason, strlen(reason));
+    command->code = 126;
+    command->flags = NOT_STARTED;
+    report(command);
+    command_close(command);
+}
+
+static void feed(struct command *command) {
+    uint32_t before = command->pending_length;
+    while (command->input >= 0 && command->pending_length) {
+        ssize_t done = write(command->input, command->pending + command->pending_start, command->pending_length);
+        if (done < 0 && errno == EINTR) continue;
+        if (done < 0 && errno == EAGAIN) break;
+        if (done < 0) { /* the reader closed it: the rest goes nowhere, as in a shell's pipe */
+            close(command->input);
+            command->input = -1;
+            done = command->pending_length;
+        }
+        command->pending_start += done;
+        command->pending_length -= done;
+    }
+    if (command->input < 0) command->pending_length = 0;
+    if (!command->pending_length) command->pending_start = 0;
+    if (before > command->pending_length) {
+        uint8_t data[4];
+        put_u32(data, before - command->pending_length);
+        if (!command->reported) emit(STDIN_ACK, command->id, data, sizeof data);
+    }
+    if (command->input >= 0 && command->input_ends && !command->pending_length) {
+        close(command->input);
+        command->input = -1;
+    }
+}
+
+static void on_stdin(struct command *command, const uint8_t *data, size_t length) {
+    if (!command) return;
+    if (length == 0) command->input_ends = true;
+    if (length && !command->pending) command->pending = malloc(STDIN_WINDOW);
+    if (length + command->pending_length > STDIN_WINDOW || (length && !command->pending)) {
+        kill_command(command, KILLED); /* the supervisor broke the window */
+        return;
+    }
+    if (length) {
+        memmove(command->pending, command->pending + command->pending_start, command->pending_length);
+        command->pending_start = 0;
+        memcpy(command->pending + command->pending_length, data, length);
+        command->pending_length += length;
+    }
+    feed(command);
+}
+
+static void on_frames(uint32_t work_id, bool switch_user) {
+    size_t at = 0;
+    while (in_length - at >= 4) {
+        uint32_t length;
+        memcpy(&length, in + at, 4);
+        if (length < 5 || length > FRAME_MAX) _exit(1);
+        if (in_length - at < 4 + (size_t)length) break;
+        uint8_t type = in[at + 4];
+        uint32_t id;
+        memcpy(&id, in + at + 5, 4);
+        uint8_t *data = in + at + FRAME_HEAD;
+        size_t size = length - 5;
+        if (type == RUN) on_run(id, (struct cursor){ data, data + size, false }, work_id, switch_user);
+        else if (type == STDIN) on_stdin(find(id), data, size);
+        else if (type == KILL && find(id)) kill_command(find(id), KILLED);
+        at += 4 + length;
+    }
+    memmove(in, in + at, in_length - at);
+    in_length -= at;
+}
+
+/* ---- output and exits
+ * Reads one pipe while there is room; past the cap it reads and drops. True when nothing is left to read now. */
+static bool pump(struct command *command, int stream, size_t budget) {
+    while (command->pipe[stream] >= 0) {
+        if (out_free() < OUT_RESERVE + FRAME_HEAD + CHUNK || !budget) return false;
+        ssize_t length = read(command->pipe[stream], chunk, CHUNK);
+        if (length < 0 && errno == EINTR) continue;
+        if (length < 0 && errno == EAGAIN) return true;
+        if (length <= 0) {
+            close(command->pipe[stream]);
+            command->pipe[stream] = -1;
+            return true;
+        }
+        budget -= (size_t)length < budget ? (size_t)length : budget;
+        uint64_t room = command->cap[stream] - command->sent[stream];
+        size_t keep = command->reported ? 0 : (uint64_t)length < room ? (size_t)length : room;
+        if (keep) emit(stream ? STDERR : STDOUT, command->id, chunk, keep);
+        command->sent[stream] += keep;
+        command->dropped[stream] += length - keep;
+    }
+    return true;
+}
+
+static void reap(void) {
+    int status;
+    pid_t pid, shims[MAX_COMMANDS];
+    bool strays = false;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
+        for (int i = 0; i < MAX_COMMANDS; i++) {
+            struct command *command = &commands[i];
+            if (!command->used || command->exited || command->shim != pid) continue;
+            command->exited = true;
+            command->code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+            /* A shim that dies by a signal nobody here sent was killed by its command: what it held is loose. */
+            strays = strays || (command->is_shim && WIFSIGNALED(status) && !(command->flags & (TIMED_OUT | KILLED)));
+        }
+    if (!strays) return;
+    size_t count = 0;
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].exited) shims[count++] = commands[i].shim;
+    tree_kill_strays(shims, count);
+}
+
+/* An ended command is reported once its pipes are empty; survivors that still hold them are read into nothing. */
+static void finish(void) {
+    for (int i = 0; i < MAX_COMMANDS; i++) {
+        struct command *command = &commands[i];
+        if (!command->used || !command->exited) continue;
+        if (command->input >= 0) {
+            close(command->input);
+            command->input = -1;
+            command->pending_length = 0;
+        }
+        if (!command->reported) {
+            size_t budget = command->flags ? (size_t)1 << 20 : (size_t)8 << 20;
+            bool empty = pump(command, 0, budget);
+            if (pump(command, 1, budget) && empty) report(command);
+        }
+        if (command->reported && command->pipe[0] < 0 && command->pipe[1] < 0) command_close(command);
+    }
+}
+
+/* Where there is no memory cgroup: the largest process ends when all of them together pass the limit. */
+static void watch_memory(uint64_t limit) {
+    static struct process all[MAX_PROCESSES];
+    static int64_t next_us;
+    if (now_us() < next_us) return;
+    next_us = now_us() + WATCH_MS * 1000;
+    size_t count = tree_scan(all, true), largest = 0;
+    uint64_t total = 0;
+    for (size_t i = 0; i < count; i++) {
+        total += all[i].anonymous_bytes;
+        if (all[i].anonymous_bytes > all[largest].anonymous_bytes) largest = i;
+    }
+    if (total <= limit || !count) return;
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].exited && tree_within(all, count, all[largest].pid, commands[i].shim))
+            commands[i].flags |= OUT_OF_MEMORY;
+    kill(all[largest].pid, SIGKILL);
+}
+
+static int64_t next_deadline(void) {
+    int64_t next = INT64_MAX, now = now_us();
+    for (int i = 0; i < MAX_COMMANDS; i++) {
+        struct command *command = &commands[i];
+        if (!command->used || command->exited) continue;
+        if (command->deadline_us <= now) kill_command(command, TIMED_OUT);
+        else if (command->deadline_us < next) next = command->deadline_us;
+    }
+    return next;
+}
+
+static int wait_ms(uint64_t watch_bytes) {
+    bool busy = false, draining = false;
+    for (int i = 0; i < MAX_COMMANDS; i++) {
+        busy = busy || (commands[i].used && !commands[i].exited);
+        draining = draining || (commands[i].used && commands[i].exited && !commands[i].reported);
+    }
+    int64_t next = next_deadline();
+    if (draining) return 1;
+    int64_t wait = next == INT64_MAX ? -1 : (next - now_us()) / 1000 + 1;
+    if (wait > 1 << 30) wait = 1 << 30;
+    if (wait < -1) wait = 0;
+    return watch_bytes && busy && (wait < 0 || wait > WATCH_MS) ? WATCH_MS : (int)wait;
+}
+
+static size_t gather(struct pollfd *sources, struct command **owners) {
+    size_t count = 2;
+    bool room = out_free() >= OUT_RESERVE + FRAME_HEAD + CHUNK;
+    for (int i = 0; i < MAX_COMMANDS; i++) {
+        struct command *command = &commands[i];
+        if (!command->used) continue;
+        for (int stream = 0; stream < 2; stream++)
+            if (command->pipe[stream] >= 0 && room) {
+                owners[count] = command;
+                sources[count++] = (struct pollfd){ command->pipe[stream], POLLIN, 0 };
+            }
+        if (command->input >= 0 && command->pending_length) {
+            owners[count] = command;
+            sources[count++] = (struct pollfd){ command->input, POLLOUT, 0 };
+        }
+    }
+    return count;
+}
+
+static void serve(struct pollfd *source, struct command *command) {
+    if (!command->used || !source->revents) return;
+    if (source->fd == command->input) feed(command);
+    else if (source->fd == command->pipe[0]) pump(command, 0, (size_t)1 << 20);
+    else if (source->fd == command->pipe[1]) pump(command, 1, (size_t)1 << 20);
+}
+
+void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) {
+    static struct pollfd sources[2 + 3 * MAX_COMMANDS];
+    static struct command *owners[2 + 3 * MAX_COMMANDS];
+    sigset_t mask;
+    sigfillset(&mask);
+    sigprocmask(SIG_SETMASK, &mask, NULL);
+    sigemptyset(&mask);
+    sigaddset(&mask, SIGCHLD);
+    int signals = signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK);
+    sock = fd;
+    uint8_t hello[4];
+    put_u32(hello, PROTOCOL);
+    emit(HELLO, 0, hello, sizeof hello);
+    for (;;) {
+        flush();
+        size_t count = gather(sources, owners);
+        sources[0] = (struct pollfd){ sock, POLLIN | (out_length ? POLLOUT : 0), 0 };
+        sources[1] = (struct pollfd){ signals, POLLIN, 0 };
+        poll(sources, count, wait_ms(watch_bytes));
+        if (sources[0].revents & (POLLIN | POLLHUP | POLLERR)) {
+            ssize_t length = recv(sock, in + in_length, sizeof in - in_length, MSG_DONTWAIT);
+            if (length == 0 || (length < 0 && errno != EAGAIN && errno != EINTR)) _exit(0);
+            if (length > 0) in_length += length;
+            on_frames(work_id, switch_user);
+        }
+        for (size_t i = 2; i < count; i++) serve(&sources[i], owners[i]);
+        struct signalfd_siginfo info;
+        while (read(signals, &info, sizeof info) > 0) { }
+        reap();
+        finish();
+        if (watch_bytes) watch_memory(watch_bytes);
+    }
+}

@@ -1,0 +1,75 @@
+/* One small program, three roles: keeper (host side, one a supervisor), setup (a new process that turns itself
+ * into a box) and agent (pid 1 of the box). No policy lives here: paths, limits and cgroup values come from the
+ * caller. Everything is single-threaded; memory is bounded by the constants below. */
+#ifndef TANDEM_BOX_H
+#define TANDEM_BOX_H
+
+#define _GNU_SOURCE
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+enum { PROTOCOL = 1, AGENT_FD = 3 };
+
+/* ---- wire.c: a cursor over a message. Strings are u32 length, bytes, NUL, and are used in place. */
+struct cursor { const uint8_t *at, *end; bool bad; };
+uint8_t get_u8(struct cursor *c);
+uint32_t get_u32(struct cursor *c);
+uint64_t get_u64(struct cursor *c);
+const char *get_str(struct cursor *c, uint32_t *length);
+void put_u32(uint8_t *at, uint32_t value);
+void put_u64(uint8_t *at, uint64_t value);
+bool write_file(const char *path, const void *data, size_t length); /* one write(2); false and errno */
+bool read_small(const char *path, char *buffer, size_t size);       /* NUL-terminated; false and errno */
+
+/* ---- agent frames: u32 length of what follows, u8 type, u32 command id, payload */
+enum { FRAME_HEAD = 9, FRAME_MAX = 1 << 20 };
+enum { RUN = 1, STDIN = 2, KILL = 3 };                                              /* to the agent */
+enum { HELLO = 16, FAIL = 17, STDOUT = 18, STDERR = 19, EXIT = 20, STDIN_ACK = 21 }; /* from it */
+enum { TIMED_OUT = 1, OUT_OF_MEMORY = 2, NOT_STARTED = 4, KILLED = 8 };             /* flags of EXIT */
+
+/* ---- what a create message says; pointers go into the message */
+struct box_spec {
+    uint32_t id, outer_uid, outer_gid, id_count, work_id;
+    const char *hostname;
+    uint64_t disk_bytes, disk_inodes, num_processes, data_bytes, watch_bytes;
+    struct cursor cgroups; /* u32 count of { str folder, u8 unified, u32 count of { str file, str value } } */
+    struct cursor ops;     /* u32 count of { u8 op, str path, str argument, u32 mode } */
+};
+
+/* ---- keeper.c, setup.c, filter.c, agent.c, files.c */
+int keeper_main(int control_fd, pid_t supervisor, char **folders);
+void box_main(const struct box_spec *spec, int agent_fd, int go_fd) __attribute__((noreturn));
+const char *filter_install(void); /* NULL or the failed step */
+void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) __attribute__((noreturn));
+
+enum { FILE_WRITE = 'w', FILE_READ = 'r', FILE_LIST = 'l', FILE_EXEC = 'x' };
+int file_operation(int kind, const char *path, uint64_t max_bytes); /* in the box as its user: 0 or an errno */
+
+/* ---- command.c: one command of the box */
+struct command {
+    bool used, is_shim, exited, reported;
+    uint32_t id;
+    pid_t shim;
+    int pipe[2], input;          /* stdout and stderr to read, stdin to write; -1 when closed */
+    uint64_t cap[2], sent[2], dropped[2];
+    uint8_t *pending;            /* stdin not yet written: at most STDIN_WINDOW bytes */
+    uint32_t pending_start, pending_length;
+    bool input_ends;             /* close stdin when nothing is pending */
+    int code, flags;
+    int64_t started_us, deadline_us;
+};
+enum { STDIN_WINDOW = 256 * 1024 };
+int64_t now_us(void);
+bool command_start(struct command *command, struct cursor message, uint32_t work_id, bool switch_user); /* or errno */
+void command_close(struct command *command);
+
+/* ---- tree.c: the processes of this pid namespace */
+struct process { pid_t pid, parent; uint64_t anonymous_bytes; };
+enum { MAX_PROCESSES = 4096 };
+size_t tree_scan(struct process *into, bool memory);          /* all but pid 1 */
+bool tree_within(const struct process *all, size_t count, pid_t pid, pid_t root);
+void tree_kill(pid_t root);                                   /* every descendant; the root itself stays */
+void tree_kill_strays(const pid_t *shims, size_t num_shims);  /* children of pid 1 that are no shims, and below */
+#endif

@@ -1,0 +1,161 @@
+/* Starts one command. Agent -> shim -> command: the shim is a child subreaper in front of the command, so that all
+ * its descendants stay below the shim; it waits for the command only, and ends with its exit code. */
+#include "box.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_STRINGS = 4096 };
+
+struct plan { /* what the child does; strings are in the message */
+    int kind;
+    uint64_t max_bytes;
+    const char *folder;
+    char *argv[MAX_STRINGS], *envp[MAX_STRINGS];
+    uint32_t work_id;
+    bool switch_user;
+};
+static struct plan plan;
+
+int64_t now_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+static bool read_strings(struct cursor *c, char **into) {
+    uint32_t count = get_u32(c);
+    if (count >= MAX_STRINGS) return false;
+    for (uint32_t i = 0; i < count; i++) into[i] = (char *)get_str(c, NULL);
+    into[count] = NULL;
+    return !c->bad;
+}
+
+static void complain(const char *what, const char *name) {
+    char text[512];
+    int length = snprintf(text, sizeof text, "box: %s%s%s: %s\n", what, *name ? " " : "", name, strerror(errno));
+    if (write(2, text, length < (int)sizeof text ? length : (int)sizeof text - 1) < 0) return;
+}
+
+/* Own identity, no powers, default signals; then the program or the file operation. */
+static void become_command(void) {
+    struct sigaction plain = { .sa_handler = SIG_DFL };
+    sigset_t none;
+    sigemptyset(&none);
+    for (int number = 1; number < 32; number++) sigaction(number, &plain, NULL);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0); /* so that the next line may write its own file; exec sets it anyway */
+    write_file("/proc/self/oom_score_adj", "500", 3);
+    setpriority(PRIO_PROCESS, 0, 0);
+    if (plan.switch_user) {
+        if (syscall(__NR_setresgid, plan.work_id, plan.work_id, plan.work_id) ||
+            syscall(__NR_setresuid, plan.work_id, plan.work_id, plan.work_id)) {
+            complain("cannot become the box's user", "");
+            _exit(126);
+        }
+    }
+}
+
+static void run_program(void) {
+    if (chdir(plan.folder)) {
+        complain("cannot enter", plan.folder);
+        _exit(126);
+    }
+    const char *path = "/usr/local/bin:/usr/bin:/bin";
+    for (char **entry = plan.envp; *entry; entry++)
+        if (!strncmp(*entry, "PATH=", 5)) path = *entry + 5;
+    setenv("PATH", path, 1); /* execvpe searches the caller's PATH */
+    execvpe(plan.argv[0], plan.argv, plan.envp);
+    int error = errno;
+    complain("cannot run", plan.argv[0]);
+    _exit(error == ENOENT ? 127 : 126);
+}
+
+static void shim(void) {
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    prctl(PR_SET_NAME, "box-shim");
+    setsid();
+    pid_t child = fork();
+    if (child == 0) {
+        setsid();
+        become_command();
+        run_program();
+    }
+    if (child < 0) {
+        complain("cannot start the command", "");
+        _exit(126);
+    }
+    for (int fd = 0; fd < 3; fd++) close(fd);
+    for (;;) {
+        int status;
+        pid_t pid = waitpid(-1, &status, 0);
+        if (pid == child) _exit(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+        if (pid < 0 && errno != EINTR) _exit(125);
+    }
+}
+
+static void child_main(int in, int out, int error) {
+    dup2(in, 0);
+    dup2(out, 1);
+    dup2(error, 2);
+    syscall(__NR_close_range, 3, ~0u, 0);
+    if (plan.kind == FILE_EXEC) shim();
+    become_command();
+    if (chdir(plan.folder)) _exit(errno);
+    _exit(file_operation(plan.kind, plan.argv[0], plan.max_bytes));
+}
+
+bool command_start(struct command *command, struct cursor c, uint32_t work_id, bool switch_user) {
+    int pipes[3][2] = { { -1, -1 }, { -1, -1 }, { -1, -1 } };
+    plan.kind = get_u8(&c);
+    uint32_t timeout_ms = get_u32(&c);
+    command->cap[0] = plan.max_bytes = get_u64(&c);
+    command->cap[1] = get_u64(&c);
+    bool has_input = get_u8(&c);
+    plan.folder = get_str(&c, NULL);
+    plan.work_id = work_id;
+    plan.switch_user = switch_user;
+    errno = E2BIG;
+    if (!read_strings(&c, plan.argv) || !read_strings(&c, plan.envp) || !plan.argv[0]) return false;
+
+    bool good = !pipe2(pipes[1], O_CLOEXEC) && !pipe2(pipes[2], O_CLOEXEC) && (!has_input || !pipe2(pipes[0], O_CLOEXEC));
+    pid_t pid = good ? fork() : -1;
+    if (pid == 0) child_main(has_input ? pipes[0][0] : 0, pipes[1][1], pipes[2][1]);
+    int error = errno;
+    for (int i = 0; i < 3; i++) {
+        int theirs = i == 0 ? 0 : 1;
+        if (pipes[i][theirs] >= 0) close(pipes[i][theirs]);
+        if (pid < 0 && pipes[i][!theirs] >= 0) close(pipes[i][!theirs]);
+    }
+    errno = error;
+    if (pid < 0) return false;
+    command->shim = pid;
+    command->is_shim = plan.kind == FILE_EXEC;
+    command->input = pipes[0][1];
+    for (int i = 0; i < 2; i++) {
+        command->pipe[i] = pipes[i + 1][0];
+        fcntl(command->pipe[i], F_SETFL, O_NONBLOCK);
+    }
+    if (command->input >= 0) fcntl(command->input, F_SETFL, O_NONBLOCK);
+    command->started_us = now_us();
+    command->deadline_us = command->started_us + (int64_t)timeout_ms * 1000;
+    return true;
+}
+
+void command_close(struct command *command) {
+    for (int i = 0; i < 2; i++)
+        if (command->pipe[i] >= 0) close(command->pipe[i]);
+    if (command->input >= 0) close(command->input);
+    free(command->pending);
+    memset(command, 0, sizeof *command);
+}

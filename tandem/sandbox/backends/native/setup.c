@@ -1,0 +1,224 @@
+/* A new process, already in its own namespaces, makes its root file system, gives up every power and becomes the
+ * agent. Any failed step is reported by name over the agent socket, and the process ends: there is no box with
+ * less isolation than asked for. */
+#include "box.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <linux/capability.h>
+#include <linux/if.h>
+#include <linux/mount.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef OPEN_TREE_CLONE
+#define OPEN_TREE_CLONE 1
+#endif
+
+static int report_fd;
+
+static void fail(const char *step, const char *what) {
+    char text[512];
+    uint8_t frame[FRAME_HEAD + sizeof text];
+    int length = snprintf(text, sizeof text, "%s%s%s: %s", step, *what ? " " : "", what, strerror(errno));
+    if (length >= (int)sizeof text) length = sizeof text - 1;
+    put_u32(frame, 5 + length);
+    frame[4] = FAIL;
+    put_u32(frame + 5, 0);
+    memcpy(frame + FRAME_HEAD, text, length);
+    send(report_fd, frame, FRAME_HEAD + length, MSG_NOSIGNAL);
+    _exit(1);
+}
+
+static void check(bool good, const char *step, const char *what) {
+    if (!good) fail(step, what);
+}
+
+enum { MAX_OPS = 256 };
+struct op { uint8_t kind; const char *path, *argument; uint32_t length, mode; int tree; };
+static struct op ops[MAX_OPS];
+
+static size_t read_ops(struct cursor c) {
+    uint32_t count = get_u32(&c);
+    errno = E2BIG;
+    check(count <= MAX_OPS, "template", "");
+    for (uint32_t i = 0; i < count; i++) {
+        ops[i].kind = get_u8(&c);
+        ops[i].path = get_str(&c, NULL);
+        ops[i].argument = get_str(&c, &ops[i].length);
+        ops[i].mode = get_u32(&c);
+        ops[i].tree = -1;
+    }
+    errno = EPROTO;
+    check(!c.bad, "template", "");
+    return count;
+}
+
+/* The host's trees are opened before our tmpfs hides anything of the host. */
+static void open_trees(size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        struct op *op = &ops[i];
+        if (op->kind != 'b' && op->kind != 'n') continue;
+        op->tree = syscall(__NR_open_tree, AT_FDCWD, op->argument, OPEN_TREE_CLONE | AT_RECURSIVE | O_CLOEXEC);
+        check(op->tree >= 0, "open", op->argument);
+        struct mount_attr attributes = { .attr_set = MOUNT_ATTR_NOSUID };
+        if (op->kind == 'b') attributes.attr_set |= MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV;
+        else attributes.attr_set |= MOUNT_ATTR_NOEXEC;
+        check(!syscall(__NR_mount_setattr, op->tree, "", AT_EMPTY_PATH | AT_RECURSIVE, &attributes, sizeof attributes),
+              "protect", op->argument);
+    }
+}
+
+static void attach(const struct op *op) {
+    check(!syscall(__NR_move_mount, op->tree, "", AT_FDCWD, op->path, MOVE_MOUNT_F_EMPTY_PATH), "attach", op->path);
+    close(op->tree);
+}
+
+/* Paths are relative to the new root, which is the working directory. */
+static void apply(const struct op *op, uint32_t work_id, bool switch_user) {
+    struct stat info;
+    int fd;
+    switch (op->kind) {
+    case 'd': /* folder */
+    case 'h': /* folder of the box's user */
+        check(!mkdir(op->path, op->mode) || errno == EEXIST, "make", op->path);
+        check(!chmod(op->path, op->mode), "make", op->path);
+        if (op->kind == 'h' && switch_user) check(!chown(op->path, work_id, work_id), "own", op->path);
+        break;
+    case 'f':
+        fd = open(op->path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, op->mode);
+        check(fd >= 0 && write(fd, op->argument, op->length) == (ssize_t)op->length, "write", op->path);
+        close(fd);
+        break;
+    case 'l':
+        check(!symlink(op->argument, op->path), "link", op->path);
+        break;
+    case 'b': /* host tree or file, read-only */
+    case 'n': /* device node */
+        if (fstatat(op->tree, "", &info, AT_EMPTY_PATH)) fail("look at", op->argument);
+        if (S_ISDIR(info.st_mode)) {
+            check(!mkdir(op->path, 0755) || errno == EEXIST, "make", op->path);
+        } else {
+            fd = open(op->path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+            check(fd >= 0, "make", op->path);
+            close(fd);
+        }
+        attach(op);
+        break;
+    case 'p':
+        check(!mount("proc", op->path, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL), "mount", op->path);
+        break;
+    case 'm': /* hide a file, where there is one */
+        if (lstat(op->path, &info)) break;
+        check(!mount("dev/null", op->path, NULL, MS_BIND, NULL), "hide", op->path);
+        break;
+    case 'r': /* make a folder of /proc read-only, where there is one */
+        if (lstat(op->path, &info)) break;
+        check(!mount(op->path, op->path, NULL, MS_BIND | MS_REC, NULL), "bind", op->path);
+        check(!mount(NULL, op->path, NULL, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL),
+              "protect", op->path);
+        break;
+    default:
+        errno = ENOSYS;
+        fail("template", op->path);
+    }
+}
+
+static void make_root(const struct box_spec *spec, bool switch_user) {
+    char options[128];
+    size_t count = read_ops(spec->ops);
+    check(!mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL), "make private", "/");
+    open_trees(count);
+    snprintf(options, sizeof options, "mode=755,size=%llu,nr_inodes=%llu", (unsigned long long)spec->disk_bytes,
+             (unsigned long long)spec->disk_inodes);
+    check(!mount("box", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options), "mount", "tmpfs");
+    check(!chdir("/tmp"), "enter", "tmpfs");
+    umask(0);
+    for (size_t i = 0; i < count; i++) apply(&ops[i], spec->work_id, switch_user);
+    umask(022);
+    check(!syscall(__NR_pivot_root, ".", "."), "pivot_root", "");
+    check(!umount2(".", MNT_DETACH), "leave", "the host's root");
+    check(!chdir("/"), "enter", "/");
+}
+
+static void raise_loopback(void) {
+    struct ifreq request = { .ifr_flags = IFF_UP | IFF_RUNNING };
+    strcpy(request.ifr_name, "lo");
+    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    check(fd >= 0 && !ioctl(fd, SIOCSIFFLAGS, &request), "raise", "lo");
+    close(fd);
+}
+
+static void limit(int resource, uint64_t value, const char *name) {
+    struct rlimit old, new;
+    check(!getrlimit(resource, &old), "read limit", name);
+    new.rlim_cur = new.rlim_max = old.rlim_max != RLIM_INFINITY && value > old.rlim_max ? old.rlim_max : value;
+    check(!setrlimit(resource, &new), "limit", name);
+}
+
+static void set_limits(const struct box_spec *spec) {
+    limit(RLIMIT_NPROC, spec->num_processes, "processes");
+    if (spec->data_bytes) limit(RLIMIT_DATA, spec->data_bytes, "data");
+    limit(RLIMIT_CORE, 0, "core");
+    limit(RLIMIT_NOFILE, 4096, "open files");
+    limit(RLIMIT_MEMLOCK, 1 << 16, "locked memory");
+    limit(RLIMIT_SIGPENDING, 1024, "pending signals");
+    limit(RLIMIT_MSGQUEUE, 1 << 16, "message queues");
+    limit(RLIMIT_RTPRIO, 0, "priority");
+    limit(RLIMIT_STACK, 8 << 20, "stack");
+}
+
+static void drop_powers(bool switch_user) {
+    uint64_t keep = switch_user ? 1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL : 0;
+    for (int capability = 0; capability < 64; capability++)
+        if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) && errno != EINVAL) fail("drop", "bounding set");
+    check(!prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "drop", "ambient set");
+    struct __user_cap_header_struct head = { _LINUX_CAPABILITY_VERSION_3, 0 };
+    struct __user_cap_data_struct data[2] = { { 0 }, { 0 } };
+    data[0].effective = data[0].permitted = (uint32_t)keep;
+    data[1].effective = data[1].permitted = (uint32_t)(keep >> 32);
+    check(!syscall(__NR_capset, &head, data), "drop", "capabilities");
+    const char *step = filter_install();
+    if (step) fail("install", step);
+}
+
+void box_main(const struct box_spec *spec, int agent_fd, int go_fd) {
+    char go;
+    bool switch_user = spec->id_count > 1;
+    report_fd = agent_fd;
+    if (read(go_fd, &go, 1) != 1) _exit(1); /* the keeper died or gave up */
+    if (switch_user) check(!setgroups(0, NULL), "drop", "groups");
+    uint32_t own = switch_user ? 0 : spec->work_id;
+    check(!syscall(__NR_setresgid, own, own, own) && !syscall(__NR_setresuid, own, own, own), "become", "box user");
+    check(!prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "tie to", "keeper");
+    check(!unshare(CLONE_NEWCGROUP), "unshare", "cgroup namespace");
+    make_root(spec, switch_user);
+    check(!sethostname(spec->hostname, strlen(spec->hostname)), "set", "host name");
+    raise_loopback();
+    set_limits(spec);
+    drop_powers(switch_user);
+    check(!prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "protect", "agent");
+    prctl(PR_SET_NAME, "box-agent");
+
+    int null = open("/dev/null", O_RDWR);
+    check(null >= 0, "open", "/dev/null");
+    /* Move the socket away from its final number first: null may have landed on it. */
+    int high = fcntl(agent_fd, F_DUPFD, 64);
+    check(high >= 0, "move", "socket");
+    report_fd = high;
+    for (int fd = 0; fd < 3; fd++) check(dup2(null, fd) == fd, "attach", "/dev/null");
+    check(dup2(high, AGENT_FD) == AGENT_FD, "move", "socket");
+    report_fd = AGENT_FD;
+    check(!syscall(__NR_close_range, AGENT_FD + 1, ~0u, 0), "close", "inherited files");
+    agent_main(AGENT_FD, spec->work_id, switch_user, spec->watch_bytes);
+}
