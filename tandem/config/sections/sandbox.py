@@ -19,6 +19,13 @@ class SandboxSection(Section):
     pids: int = Field(default=64, ge=4)
     """Processes and threads of one box."""
     disk_mb: int = Field(default=256, ge=1)
-    """Writable space of one box."""
+    """Writable space of one box. Files live in memory: where they are larger than the box's memory, its ceiling is
+    the files' size (and a little)."""
     output_kb: int = Field(default=256, ge=1)
     """Kept output of one command, each of stdout and stderr; the rest is counted and dropped."""
+    lifetime_s: float = Field(default=3600.0, gt=0)
+    """Seconds after which a box is killed, whatever it does."""
+    create_timeout_s: float = Field(default=20.0, gt=0)
+    """Seconds in which a new box must answer."""
+    warm: int = Field(default=0, ge=0)
+    """Boxes made ahead of need."""

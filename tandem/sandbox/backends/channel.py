@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout
-from tandem.sandbox.backend import Call, Outcome
+from tandem.sandbox.backend import Call, CallKind, Outcome
 from tandem.sandbox.backends.frames import (
     EXIT,
     FRAME_MAX,
@@ -87,7 +87,7 @@ class Channel(asyncio.Protocol):
         pending = _Pending(call, asyncio.get_running_loop().create_future())
         self._transport.write(run_frame(number, call, {**self._environment, **call.environment}))
         self._pending[number] = pending
-        if call.stdin or call.kind == "w":
+        if call.stdin or call.kind is CallKind.WRITE:
             self._feed(number, pending)
         try:
             async with asyncio.timeout(call.timeout_s + GRACE_S):
@@ -176,4 +176,5 @@ class Channel(asyncio.Protocol):
                 listener(payload)
             except Exception as error:  # the listener is the caller's code: its fault ends its call, not the box
                 if not pending.done.done():
-                    pending.done.set_exception(SandboxError(f"an output listener raised {type(error).__name__}: {error}"))
+                    kind_name = type(error).__name__
+                    pending.done.set_exception(SandboxError(f"an output listener raised {kind_name}: {error}"))

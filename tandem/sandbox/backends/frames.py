@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 from tandem.core.errors import SandboxError
-from tandem.sandbox.backend import Call
+from tandem.sandbox.backend import Call, CallKind
 from tandem.sandbox.backends.template import Step
 
 PROTOCOL = 1
@@ -52,16 +52,18 @@ def run_frame(command: int, call: Call, environment: Mapping[str, str]) -> bytes
         if "\0" in value:
             raise SandboxError(f"a command cannot carry a NUL character: {value[:80]!r}")
     timeout_ms = min(max(1, round(call.timeout_s * 1000)), 2**31)
+    has_input = bool(call.stdin) or call.kind is CallKind.WRITE
     payload = b"".join((
         call.kind.encode(),
-        struct.pack("<IQQB", timeout_ms, call.stdout_cap_bytes, call.stderr_cap_bytes, bool(call.stdin) or call.kind == "w"),
+        struct.pack("<IQQB", timeout_ms, call.stdout_cap_bytes, call.stderr_cap_bytes, has_input),
         text(call.folder),
         _strings(call.arguments),
         _strings(pairs),
     ))
     if len(payload) + 5 > FRAME_MAX:
         raise SandboxError(
-            f"the command line is {len(payload)} bytes; at most {FRAME_MAX}", hint="write it into a file of the box first"
+            f"the command line is {len(payload)} bytes; at most {FRAME_MAX}",
+            hint="write it into a file of the box first",
         )
     return frame(Frame.RUN, command, payload)
 
@@ -86,7 +88,9 @@ def create_message(
     """``outer_ids``: first uid, first gid, how many; ``disk``: bytes, inodes."""
     groups = list(cgroups)
     packed = struct.pack("<I", len(groups)) + b"".join(
-        text(folder) + struct.pack("<BI", unified, len(values)) + b"".join(text(file) + text(value) for file, value in values)
+        text(folder)
+        + struct.pack("<BI", unified, len(values))
+        + b"".join(text(name) + text(value) for name, value in values)
         for folder, unified, values in groups
     )
     built = struct.pack("<I", len(steps)) + b"".join(

@@ -57,7 +57,9 @@ class Keeper:
         ours.setblocking(False)
         return cls(process, ours)
 
-    def create(self, box: int, message: bytes, agent: socket.socket, refused: Callable[[str], None]) -> asyncio.Future[str]:
+    def create(
+        self, box: int, message: bytes, agent: socket.socket, refused: Callable[[str], None]
+    ) -> asyncio.Future[str]:
         """Ask for a box; ``agent`` is its end of the socket and is closed here. The future ends with the box;
         ``refused`` hears the reason if none is made (the future ends then, too)."""
         if not self.alive:
@@ -93,9 +95,9 @@ class Keeper:
     def _write(self) -> None:
         while self._outbox:
             message, descriptor = self._outbox[0]
-            rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+            rights = [] if descriptor is None else [struct.pack("i", descriptor)]
             try:
-                self._control.sendmsg([message], rights)
+                self._control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right) for right in rights])
             except BlockingIOError:
                 if not self._writing:
                     self._writing = True
@@ -173,5 +175,6 @@ def _sealed(program: Path) -> int:
     data = memoryview(program.read_bytes())
     while data:
         data = data[os.write(image, data):]
-    fcntl.fcntl(image, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(image, fcntl.F_ADD_SEALS, seals)
     return image

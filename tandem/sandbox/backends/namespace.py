@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
@@ -50,7 +52,7 @@ class NamespaceBox:
             raise
         if outcome.code == 0 or outcome.oom_killed or self._backend.oom_kills(self._number) == oom_before:
             return outcome
-        return Outcome(**{name: getattr(outcome, name) for name in Outcome.__slots__ if name != "oom_killed"}, oom_killed=True)
+        return replace(outcome, oom_killed=True)
 
     async def kill(self) -> None:
         if not self.gone.done():
@@ -150,9 +152,10 @@ class NamespaceBackend:
                 await self.close()
             image = await loop.run_in_executor(None, program, self._cache)
             await loop.run_in_executor(None, sweep)
-            self._cgroups = await loop.run_in_executor(None, Cgroups.open)
-            self._keeper = Keeper.start(image, [str(group.folder) for group in self._cgroups.groups])
-            return self._keeper
+            cgroups: Cgroups = await loop.run_in_executor(None, Cgroups.open)
+            self._cgroups = cgroups
+            keeper = self._keeper = Keeper.start(image, [str(group.folder) for group in cgroups.groups])
+            return keeper
 
     def _template(self, name: str) -> Template:
         if name != "host":
@@ -181,7 +184,7 @@ class NamespaceBackend:
             steps=template.steps,
         )
 
-    def _on_gone(self, number: int, box: NamespaceBox, settle, how: str) -> None:
+    def _on_gone(self, number: int, box: NamespaceBox, settle: Callable[[str], None], how: str) -> None:
         self._boxes.pop(number, None)
         settle(how)
         if box.channel is not None:

@@ -128,7 +128,8 @@ def _python() -> tuple[list[Step], list[str], str]:
         raise SandboxUnavailable(
             f"no python3 for the boxes: neither in /usr/bin nor at {binary}", hint="install the system's python3"
         )
-    parents = [parent for parent in reversed(prefix.parents) if str(parent) not in ("/", "/home", "/tmp", "/root", "/opt")]
-    steps = [Step("d", str(parent).lstrip("/")) for parent in parents]
+    present = ("/", "/home", "/tmp", "/root", "/opt", "/var", HOME)
+    parents = [str(parent) for parent in reversed(prefix.parents) if str(parent) not in present]
+    steps = [Step("d", parent.lstrip("/")) for parent in parents]
     steps.append(Step("b", str(prefix).lstrip("/"), str(prefix).encode()))
     return steps, [str(prefix / "bin")], str(binary)

@@ -1,0 +1,166 @@
+"""One live box as its user sees it: commands and files.
+
+Owns: the public face (core's ``Sandbox``), the box's lifecycle, and the translation of outcomes into results.
+Refuses: calls on a box that is not running. File operations run inside the box as its user, so a path can lead
+to nothing that a command could not reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from tandem.core.errors import SandboxError, SandboxGone
+from tandem.core.types import ExecResult, SandboxSpec, SandboxState
+from tandem.sandbox.backend import HOME, Box, Call, CallKind, Outcome
+from tandem.sandbox.lifecycle import Lifecycle
+
+FILE_TIMEOUT_S = 30.0
+LIST_MAX_BYTES = 4 * 2**20
+
+
+class Commands:
+    """Runs commands in one box."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        on_stdout: Callable[[bytes], None] | None = None,
+        on_stderr: Callable[[bytes], None] | None = None,
+    ) -> ExecResult:
+        """Run a command (a string goes through ``/bin/sh -c``) in the home folder or ``cwd``.
+
+        What it leaves running in the background goes on until the box ends; at its deadline all of it dies.
+        """
+        arguments = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        if not arguments:
+            raise SandboxError("an empty command")
+        kept = self._session.spec.limits.output_bytes
+        outcome = await self._session.call(Call(
+            arguments=arguments,
+            timeout_s=timeout_s,
+            folder=_absolute(cwd or HOME),
+            environment=environment or {},
+            stdin=stdin,
+            stdout_cap_bytes=kept,
+            stderr_cap_bytes=kept,
+            on_stdout=on_stdout,
+            on_stderr=on_stderr,
+        ))
+        return ExecResult(
+            exit_code=outcome.code,
+            stdout=outcome.stdout.decode("utf-8", "replace"),
+            stderr=outcome.stderr.decode("utf-8", "replace"),
+            truncated=outcome.dropped_bytes > 0,
+            dropped_bytes=outcome.dropped_bytes,
+            timed_out=outcome.timed_out,
+            oom_killed=outcome.oom_killed,
+            duration_s=outcome.duration_s,
+        )
+
+
+class Files:
+    """Reads and writes files of one box. Relative paths start in the home folder."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def write(self, path: str, data: bytes | str) -> None:
+        """Write a file, making its folders.
+
+        Raises:
+            PermissionError, IsADirectoryError, OSError (disk full): as in any file system.
+        """
+        raw = data.encode() if isinstance(data, str) else data
+        await self._operate(CallKind.WRITE, path, stdin=raw, cap=0)
+
+    async def read(self, path: str, *, max_bytes: int = 16 * 2**20) -> bytes:
+        """Raises ``FileNotFoundError`` and its kin, or ``SandboxError`` when the file is larger than ``max_bytes``."""
+        outcome = await self._operate(CallKind.READ, path, cap=max_bytes)
+        if outcome.dropped_bytes:
+            raise self._too_large(path, max_bytes)
+        return outcome.stdout
+
+    async def list(self, path: str) -> list[str]:
+        """The sorted names in a folder."""
+        outcome = await self._operate(CallKind.LIST, path, cap=LIST_MAX_BYTES)
+        if outcome.dropped_bytes:
+            raise self._too_large(path, LIST_MAX_BYTES)
+        return sorted(name.decode("utf-8", "surrogateescape") for name in outcome.stdout.split(b"\0") if name)
+
+    async def _operate(self, kind: CallKind, path: str, *, cap: int, stdin: bytes = b"") -> Outcome:
+        outcome = await self._session.call(Call(
+            kind=kind, arguments=[_absolute(path)], timeout_s=FILE_TIMEOUT_S, folder="/", stdin=stdin,
+            stdout_cap_bytes=cap, stderr_cap_bytes=4096,
+        ))
+        if outcome.code == 0:
+            return outcome
+        if kind is CallKind.READ and outcome.code == errno.EFBIG:
+            raise self._too_large(path, cap)
+        what = f"sandbox {self._session.id}: {kind.name.lower()} of {path}"
+        if outcome.code is None:
+            raise SandboxError(f"{what} was not done in {FILE_TIMEOUT_S:g} s")
+        if not outcome.started or outcome.code > 128:
+            raise SandboxError(f"{what} failed with code {outcome.code}: {outcome.stderr.decode('utf-8', 'replace')}")
+        raise OSError(outcome.code, os.strerror(outcome.code), path)  # Python picks FileNotFoundError and its kin
+
+    def _too_large(self, path: str, max_bytes: int) -> SandboxError:
+        return SandboxError(f"sandbox {self._session.id}: {path} is larger than {max_bytes} bytes")
+
+
+class Session:
+    """One live box with an identity."""
+
+    def __init__(
+        self, sandbox_id: str, spec: SandboxSpec, box: Box, *, on_end: Callable[[Session, str], None]
+    ) -> None:
+        """``on_end`` hears of the box's end: why, if nobody killed it, else an empty string."""
+        self.id = sandbox_id
+        self.spec = spec
+        self.commands = Commands(self)
+        self.files = Files(self)
+        self._box = box
+        self._on_end = on_end
+        self._lifecycle = Lifecycle(sandbox_id)
+        self._lifecycle.move(SandboxState.RUNNING)
+        self._reason = ""
+        box.gone.add_done_callback(self._box_gone)
+
+    @property
+    def state(self) -> SandboxState:
+        return self._lifecycle.state
+
+    async def call(self, call: Call) -> Outcome:
+        """What commands and files go through."""
+        if self.state is SandboxState.DEAD:
+            raise SandboxGone(f"sandbox {self.id} is dead: {self._reason}", hint="create a new one")
+        self._lifecycle.require_running()
+        return await self._box.call(call)
+
+    async def kill(self) -> None:
+        """Idempotent; after it nothing of the box is left."""
+        if self.state is SandboxState.DEAD:
+            return
+        if self.state is not SandboxState.KILLING:
+            self._lifecycle.move(SandboxState.KILLING)
+        await self._box.kill()
+
+    def _box_gone(self, gone: asyncio.Future[str]) -> None:
+        self._reason = gone.result()
+        lost = self.state is not SandboxState.KILLING
+        self._lifecycle.move(SandboxState.DEAD)
+        self._on_end(self, self._reason if lost else "")
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("/") else f"{HOME}/{path}"
