@@ -1,0 +1,82 @@
+"""The decoder: one definition that the trainer differentiates and the engine serves.
+
+Owns: the order of layers. Refuses: logits and losses (``Ops`` projects hidden rows), sampling, padding.
+Invariants: tokens are packed ``[T]``; every row's result depends on its own ids, positions and keys only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from tandem.kernels.ops import Ops
+from tandem.models.attention import Attention, AttentionContext
+from tandem.models.layers import Embedding, GatedMLP, Linear, Norm, RopeTable
+from tandem.models.spec import ModelSpec
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind its norm and around its residual."""
+
+    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.attention_norm = Norm(spec.hidden_size, spec.norm_eps, ops, dtype=dtype, device=device)
+        self.attention = Attention(spec, layer, ops, dtype=dtype, device=device)
+        self.mlp_norm = Norm(spec.hidden_size, spec.norm_eps, ops, dtype=dtype, device=device)
+        self.mlp = GatedMLP(spec, ops, dtype=dtype, device=device)
+
+    def forward(
+        self, x_TE: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos_TD, sin_TD, context)
+        return x_TE + self.mlp(self.mlp_norm(x_TE))
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model. Made with empty parameters: ``models.loader`` fills them."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.spec = spec
+        self.ops = ops
+        self.embedding = Embedding(spec, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, layer, ops, dtype=dtype, device=device) for layer in range(spec.num_layers)
+        )
+        self.norm = Norm(spec.hidden_size, spec.norm_eps, ops, dtype=dtype, device=device)
+        if not spec.tied_head:
+            self.head = Linear(spec.hidden_size, spec.vocab_size, ops, bias=False, dtype=dtype, device=device)
+        self._rope = RopeTable(spec, device=device)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The output projection ``[vocabulary, hidden]``; the embedding itself where the head is tied."""
+        return self.embedding.weight if self.spec.tied_head else self.head.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def forward(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        context: AttentionContext,
+        checkpoint: bool = False,
+    ) -> torch.Tensor:
+        """Hidden rows after the final norm, ``[T, hidden]``. With ``checkpoint`` the backward pass recomputes
+        each layer from its input instead of keeping its activations."""
+        x_TE = self.embedding(ids_T)
+        cos_TD, sin_TD = self._rope.at(positions_T)
+        for layer in self.layers:
+            if checkpoint and torch.is_grad_enabled():
+                x_TE = recompute(layer, x_TE, cos_TD, sin_TD, context, use_reentrant=False)
+            else:
+                x_TE = layer(x_TE, cos_TD, sin_TD, context)
+        return self.norm(x_TE)

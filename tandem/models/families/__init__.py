@@ -1,0 +1,1 @@
+"""Model families: what a Hugging Face configuration and its weight names mean to us."""

@@ -1,0 +1,78 @@
+"""What a model is, in our words: shapes and capabilities, no weights.
+
+Owns: ``ModelSpec``. Refuses: names of other people's formats (that is a family's job), tensors.
+Invariant: code asks a spec for a capability (``qk_norm``, ``tied_head``), never for a model's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.core.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding. ``llama3`` stretches the slow frequencies by ``factor`` and leaves the fast
+    ones; ``linear`` divides all of them."""
+
+    theta: float = 10000.0
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated SiLU MLP."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    rope: RopeSpec = RopeSpec()
+    tied_head: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int, ...] = ()
+    """Attention window of each layer, 0 for all earlier tokens; empty: 0 everywhere."""
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                     "intermediate_size", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"model configuration: {name} is {getattr(self, name)}, must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"model configuration: {self.num_heads} query heads do not divide into {self.num_kv_heads} kv heads"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"model configuration: head_dim {self.head_dim} is odd, rotary positions need pairs")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ModelError(f"model configuration: {len(self.windows)} windows for {self.num_layers} layers")
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Keys that a token of this layer sees, itself included; 0: all earlier ones."""
+        return self.windows[layer] if self.windows else 0
