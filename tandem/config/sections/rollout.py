@@ -32,6 +32,8 @@ class RolloutSection(Section):
     """Deadline of one tool call."""
     reward_time_s: float = Field(default=10.0, gt=0)
     """Deadline of one reward function; its process is killed then."""
+    reward_processes: int = Field(default=2, ge=1)
+    """Processes that reward functions run in."""
     episode_time_s: float = Field(default=300.0, gt=0)
     """Deadline of one episode."""
     stall_warning_s: float = Field(default=30.0, gt=0)

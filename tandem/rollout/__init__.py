@@ -1,0 +1,1 @@
+"""Tasks in, groups of finished episodes out."""

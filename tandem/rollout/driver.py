@@ -1,0 +1,198 @@
+"""Rollout as the rest of the system sees it: tasks become groups of episodes and their trajectories.
+
+Owns: the training lane, evaluations (the same road, no learning), the pool of reward processes.
+Refuses: deciding what is trained. Invariant: after the ``async with`` block no task, box, request or process of
+rollout is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from tandem.config.sections.rollout import RolloutSection
+from tandem.core.events import WaitStalled
+from tandem.core.protocols import EventSink, SandboxService, TokenEngine
+from tandem.core.types import Episode, Group, Limits, SandboxSpec, Task, Trajectory, WeightVersion
+from tandem.envs.environment import Environment
+from tandem.envs.reward_pool import RewardPool
+from tandem.rollout.assemble import assemble
+from tandem.rollout.episode import Surroundings
+from tandem.rollout.lane import Lane, LanePlan
+from tandem.rollout.policy import Policy, Sampling
+from tandem.rollout.scheduler import SchedulerRules
+from tandem.text.render import Renderer
+
+
+class RolloutDriver:
+    """Makes groups. Use as ``async with RolloutDriver(...) as rollout``.
+
+    ``max_context_tokens`` is the most that model and engine take; ``in_order`` hands groups on in the order of
+    their tasks, whatever finishes first, so that a run depends on nothing but its seed.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        engine: TokenEngine,
+        renderer: Renderer,
+        sandboxes: SandboxService,
+        sandbox_spec: SandboxSpec,
+        sink: EventSink,
+        section: RolloutSection,
+        max_context_tokens: int,
+        seed: int,
+        in_order: bool = False,
+    ) -> None:
+        self._environment = environment
+        self._engine = engine
+        self._renderer = renderer
+        self._sandboxes = sandboxes
+        template = environment.template or sandbox_spec.template
+        self._sandbox_spec = dataclasses.replace(sandbox_spec, template=template)
+        self._sink = sink
+        self._section = section
+        self._seed = seed
+        self._in_order = in_order
+        self._limits = Limits(
+            max_turns=section.max_turns,
+            max_turn_tokens=section.max_turn_tokens,
+            max_context_tokens=max_context_tokens,
+            tool_time_s=section.tool_time_s,
+            episode_time_s=section.episode_time_s,
+            reward_time_s=section.reward_time_s,
+        )
+        in_processes = [reward.reference for reward in environment.rewards if not reward.needs_box]
+        self._rewards = RewardPool(size=section.reward_processes, preload=in_processes)
+        self._training: Lane | None = None
+        self._resumed: Mapping[str, object] | None = None
+        self._lanes: list[Lane] = []
+
+    async def __aenter__(self) -> RolloutDriver:
+        if any(not reward.needs_box for reward in self._environment.rewards):
+            self._rewards.warm()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        try:
+            await asyncio.gather(*(lane.close() for lane in self._lanes))
+        finally:
+            await self._rewards.close()
+
+    # ---- training
+    def start(self, version: WeightVersion) -> None:
+        """Begin making groups for training under ``version`` (``version.step``: optimizer steps done so far)."""
+        assert self._training is None
+        section = self._section
+        rules = SchedulerRules(
+            group_size=section.group_size,
+            groups_per_step=section.groups_per_step,
+            staleness=section.staleness,
+            max_concurrent=section.max_concurrent_episodes,
+            retries=section.retries,
+            in_order=self._in_order,
+            max_dropped_in_row=max(16, 4 * section.groups_per_step),
+        )
+        plan = LanePlan(
+            task_at=lambda position: self._environment.task(self._seed, position),
+            prefix="g",
+            purpose="train",
+            seed_parts=(self._seed, "train"),
+        )
+        around = self._surroundings(section.temperature)
+        self._training = Lane(rules, plan, around, step=version.step, version=version.number)
+        self._lanes.append(self._training)
+        self._training.start(self._resumed)
+
+    async def get(self) -> tuple[Group, tuple[Trajectory, ...]]:
+        """The next group to train on, with the trajectory of each episode that has a reward, by index. Waits for
+        as long as its episodes may take, which ``rollout.episode_time_s`` bounds; cancelling loses no group."""
+        assert self._training is not None, "start() comes first"
+        group = await self._training.get()
+        scored = [episode for episode in group.episodes if episode.reward is not None]
+        return group, tuple(assemble(episode, temperature=self._section.temperature) for episode in scored)
+
+    def missing(self) -> list[str]:
+        """Names of the groups and episodes that ``get`` waits for."""
+        return self._training.missing() if self._training is not None else ["rollout has not started"]
+
+    def advance(self, version: WeightVersion) -> None:
+        """New weights are being served; more groups may start."""
+        if self._training is not None:
+            self._training.publish(step=version.step, version=version.number)
+
+    def state(self) -> dict[str, object]:
+        """The data position, for a checkpoint: groups got so far are the checkpoint's, all others come again."""
+        if self._training is None:
+            return dict(self._resumed or {})
+        return self._training.state()
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Go on from ``state``; before ``start``."""
+        assert self._training is None
+        self._resumed = state or None
+
+    # ---- evaluation
+    async def evaluate(
+        self, tasks: Sequence[Task], *, name: str, version: WeightVersion, temperature: float, samples: int = 1
+    ) -> list[Episode]:
+        """Run every task ``samples`` times; returns all episodes, failed ones included, by task and index.
+
+        ``name`` labels the events and must be new in the run; the draws depend on the run's seed and the task's
+        place alone, so that evaluations of one run can be compared.
+        """
+        if not tasks:
+            return []
+        rules = SchedulerRules(
+            group_size=samples,
+            groups_per_step=len(tasks),
+            staleness=0,
+            max_concurrent=self._section.max_concurrent_episodes,
+            retries=self._section.retries,
+            in_order=True,
+            keep_failed=True,
+        )
+        plan = LanePlan(
+            task_at=lambda position: tasks[position],
+            prefix=f"{name}-",
+            purpose=name,
+            seed_parts=(self._seed, "eval"),
+        )
+        lane = Lane(rules, plan, self._surroundings(temperature), version=version.number)
+        self._lanes.append(lane)
+        try:
+            lane.start()
+            groups = [await self._next(lane, name) for _ in tasks]
+        finally:
+            await lane.close()
+            self._lanes.remove(lane)
+        return [episode for group in groups for episode in group.episodes]
+
+    async def _next(self, lane: Lane, name: str) -> Group:
+        """The next group of an evaluation; says what is missing whenever ``stall_warning_s`` went by."""
+        start = time.perf_counter()
+        waiting = asyncio.ensure_future(lane.get())
+        try:
+            while True:
+                done, _ = await asyncio.wait({waiting}, timeout=self._section.stall_warning_s)
+                if done:
+                    return waiting.result()
+                waited_s = time.perf_counter() - start
+                self._sink.emit(WaitStalled(who=name, waited_s=waited_s, missing=lane.missing()))
+        finally:
+            waiting.cancel()
+
+    def _surroundings(self, temperature: float) -> Surroundings:
+        sampling = Sampling(temperature=temperature, top_p=self._section.top_p, top_k=self._section.top_k)
+        return Surroundings(
+            environment=self._environment,
+            policy=Policy(self._engine, self._renderer, sampling),
+            sandboxes=self._sandboxes,
+            sandbox_spec=self._sandbox_spec,
+            rewards=self._rewards,
+            sink=self._sink,
+            limits=self._limits,
+        )
