@@ -145,7 +145,10 @@ class Session:
         if self.state is SandboxState.DEAD:
             raise SandboxGone(f"sandbox {self.id} is dead: {self._reason}", hint="create a new one")
         self._lifecycle.require_running()
-        return await self._box.call(call)
+        try:
+            return await self._box.call(call)
+        except SandboxError as error:  # the backend does not know our name
+            raise type(error)(f"sandbox {self.id}: {error.message}", hint=error.hint) from error
 
     async def kill(self) -> None:
         """Idempotent; after it nothing of the box is left."""

@@ -45,12 +45,16 @@ class _Pending:
 
 
 class Channel(asyncio.Protocol):
-    """The protocol object of one box's socket. ``hello`` is told once: None, or why the box failed."""
+    """The protocol object of one box's socket. ``hello`` is told once: None, or why the box failed; ``broken`` asks
+    for the box's burial when its socket is lost or makes no sense, and ``end`` answers when it is done."""
 
-    def __init__(self, name: str, environment: Mapping[str, str], hello: Callable[[str | None], None]) -> None:
-        self._name = name
+    def __init__(
+        self, environment: Mapping[str, str], hello: Callable[[str | None], None], broken: Callable[[], None]
+    ) -> None:
         self._environment = environment
         self._hello = hello
+        self._broken = broken
+        self._fault = ""
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._pending: dict[int, _Pending] = {}
@@ -62,12 +66,13 @@ class Channel(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.end("its agent closed the connection" if exc is None else str(exc))
+        if self._lost is None:
+            self._broken()
 
     def end(self, why: str) -> None:
         """Fail all calls in flight and every later one."""
         if self._lost is None:
-            self._lost = why
+            self._lost = self._fault or why
         if self._transport is not None:
             self._transport.abort()
         for pending in self._pending.values():
@@ -76,7 +81,12 @@ class Channel(asyncio.Protocol):
         self._pending.clear()
 
     def _gone(self) -> SandboxGone:
-        return SandboxGone(f"sandbox {self._name} is gone: {self._lost}", hint="create a new one")
+        return SandboxGone(f"it is gone: {self._lost}", hint="create a new one")
+
+    def _fail(self, fault: str) -> None:
+        self._fault = fault
+        if self._transport is not None:
+            self._transport.abort()
 
     async def call(self, call: Call) -> Outcome:
         """Raises SandboxGone, SandboxTimeout (the box keeps no deadlines any more: kill it), SandboxError."""
@@ -94,7 +104,7 @@ class Channel(asyncio.Protocol):
                 code, flags, dropped_out, dropped_error, duration_us = await pending.done
         except TimeoutError as error:
             raise SandboxTimeout(
-                f"sandbox {self._name} did not end a command {GRACE_S:g} s after its deadline of {call.timeout_s:g} s",
+                f"it did not end a command {GRACE_S:g} s after its deadline of {call.timeout_s:g} s",
                 hint="the box is killed; create a new one",
             ) from error
         except asyncio.CancelledError:
@@ -132,7 +142,7 @@ class Channel(asyncio.Protocol):
         while len(self._buffer) - start >= HEAD.size:
             length, kind, number = HEAD.unpack_from(self._buffer, start)
             if not 5 <= length <= FRAME_MAX:
-                self.end("it broke the protocol")
+                self._fail("it broke the protocol")
                 return
             if len(self._buffer) - start < 4 + length:
                 break
@@ -168,7 +178,7 @@ class Channel(asyncio.Protocol):
         else:
             kept, cap, listener = pending.stderr, call.stderr_cap_bytes, call.on_stderr
         if len(kept) + len(payload) > max(cap, 4096):  # the agent's own complaints may pass a tiny cap
-            self.end("it sent more output than it may")
+            self._fail("it sent more output than it may")
             return
         kept += payload
         if listener is not None:

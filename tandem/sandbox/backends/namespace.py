@@ -34,23 +34,22 @@ KILL_TIMEOUT_S = 15.0
 class NamespaceBox:
     """One live box."""
 
-    def __init__(self, number: int, name: str, backend: NamespaceBackend) -> None:
+    def __init__(self, number: int, backend: NamespaceBackend) -> None:
         self._number = number
-        self._name = name
         self._backend = backend
         self.channel: Channel | None = None
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def call(self, call: Call) -> Outcome:
         if self.channel is None or self.gone.done():
-            raise SandboxGone(f"sandbox {self._name} is gone", hint="create a new one")
+            raise SandboxGone("it is gone", hint="create a new one")
         oom_before = self._backend.oom_kills(self._number)
         try:
             outcome = await self.channel.call(call)
         except SandboxTimeout:
             self._backend.bury(self._number)
             raise
-        if outcome.code == 0 or outcome.oom_killed or self._backend.oom_kills(self._number) == oom_before:
+        if outcome.oom_killed or self._backend.oom_kills(self._number) == oom_before:
             return outcome
         return replace(outcome, oom_killed=True)
 
@@ -60,7 +59,7 @@ class NamespaceBox:
             try:
                 await asyncio.wait_for(asyncio.shield(self.gone), KILL_TIMEOUT_S)
             except TimeoutError as error:
-                raise SandboxTimeout(f"sandbox {self._name} is not gone {KILL_TIMEOUT_S:g} s after its kill") from error
+                raise SandboxTimeout(f"it is not gone {KILL_TIMEOUT_S:g} s after its kill") from error
 
 
 class NamespaceBackend:
@@ -88,8 +87,7 @@ class NamespaceBackend:
         template = self._template(spec.template)
         number = self._next
         self._next += 1
-        name = f"{spec.hostname}-{number}"
-        box = NamespaceBox(number, name, self)
+        box = NamespaceBox(number, self)
         ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
         def settle(problem: str | None) -> None:
@@ -98,7 +96,7 @@ class NamespaceBackend:
 
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
-        channel = Channel(name, {**template.environment, **spec.environment}, settle)
+        channel = Channel({**template.environment, **spec.environment}, settle, lambda: self.bury(number))
         try:
             message = self._message(number, spec, template)
             gone = keeper.create(number, message, theirs, settle)
