@@ -122,7 +122,8 @@ def _read_spec(metadata: _Metadata, family: Family, tensors: dict[str, ReaderTen
         head_dim=head_dim,
         intermediate_size=int(metadata.number(f"{prefix}.feed_forward_length")),
         max_positions=int(metadata.number(f"{prefix}.context_length")),
-        norm_eps=float(np.float32(metadata.number(f"{prefix}.attention.layer_norm_rms_epsilon"))),
+        # Stored as float32; its shortest decimal form is the number that was meant.
+        norm_eps=float(str(np.float32(metadata.number(f"{prefix}.attention.layer_norm_rms_epsilon")))),
         rope=rope,
         tied_head="output.weight" not in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
@@ -172,14 +173,14 @@ def _convert(
     for piece in family.pieces(spec):
         source = tensors[names[piece.source]]
         with boundary(ModelError, f"GGUF tensor {source.name} can not be de-quantised"):
-            values = np.ascontiguousarray(dequantize(source.data, source.tensor_type), dtype=np.float32)
+            values = np.array(dequantize(source.data, source.tensor_type), dtype=np.float32)  # never the mapped file
         tensor = torch.from_numpy(values)
         if family.gguf_permuted:
             if ".q_proj." in piece.source:
                 tensor = _half_order(tensor, spec.num_heads)
             elif ".k_proj." in piece.source:
                 tensor = _half_order(tensor, spec.num_kv_heads)
-        yield piece.source, tensor.to(dtype).contiguous()
+        yield piece.source, tensor.to(dtype)
 
 
 def _half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -161,6 +161,12 @@ def save_gguf_tokenizer(file: Path, folder: Path) -> None:
     with boundary(ModelError, f"{file}: the tokenizer inside does not load"):
         loaded = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
         loaded.save_pretrained(str(folder))
+    # The class that every version of the library has, and none of the facts about how it was loaded here.
+    place = folder / "tokenizer_config.json"
+    config = json.loads(place.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("backend", "is_local", "local_files_only"):
+        config.pop(name, None)
+    place.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _generation_eos(folder: Path) -> list[int]:
