@@ -82,8 +82,8 @@ class Lane:
         self._tasks: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._inbox: deque[Inbox] = deque()
         self._handling = False
-        self._consumers: deque[asyncio.Future[Group]] = deque()
-        self._undelivered: deque[Group] = deque()  # handed to a consumer that was cancelled just then
+        self._consumers: deque[asyncio.Future[tuple[int, Group]]] = deque()
+        self._returned: deque[tuple[int, Group]] = deque()  # given to a consumer that was cancelled just then
         self._error: BaseException | None = None
         self._closed = False
 
@@ -101,7 +101,8 @@ class Lane:
         self._hear(StepPublished(step))
 
     def state(self) -> dict[str, object]:
-        return self._scheduler.state()
+        """Where to go on: groups that ``get`` returned are done, all others come again."""
+        return self._scheduler.state(returned=[position for position, _ in self._returned])
 
     async def get(self) -> Group:
         """The next group. A cancelled ``get`` loses none.
@@ -113,19 +114,19 @@ class Lane:
             raise self._error
         if self._closed:
             raise RuntimeError(f"lane {self._plan.purpose} is closed")
-        if self._undelivered:
-            return self._undelivered.popleft()
-        consumer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
+        if self._returned:
+            return self._returned.popleft()[1]
+        consumer: asyncio.Future[tuple[int, Group]] = asyncio.get_running_loop().create_future()
         self._consumers.append(consumer)
         self._hear(GroupWanted())
         try:
-            return await consumer
+            return (await consumer)[1]
         except asyncio.CancelledError:
             if consumer in self._consumers:
                 self._consumers.remove(consumer)
                 self._hear(GroupUnwanted())
             elif not consumer.cancelled() and consumer.exception() is None:
-                self._undelivered.append(consumer.result())
+                self._returned.append(consumer.result())
             raise
 
     def missing(self) -> list[str]:
@@ -322,7 +323,12 @@ class Lane:
     def _deliver(self, position: int) -> None:
         making = self._making.pop(position)
         episodes = tuple(making.episodes[index] for index in sorted(making.episodes))
-        self._consumers.popleft().set_result(Group(id=making.group_id, task=making.task, episodes=episodes))
+        group = Group(id=making.group_id, task=making.task, episodes=episodes)
+        consumer = self._consumers.popleft()
+        if consumer.done():  # cancelled, and its ``get`` has not run since
+            self._returned.append((position, group))
+        else:
+            consumer.set_result((position, group))
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -153,11 +153,14 @@ class Scheduler:
             for group in self._groups.values()
         ]
 
-    def state(self) -> dict[str, object]:
+    def state(self, *, returned: Sequence[int] = ()) -> dict[str, object]:
         """What exact resuming needs. Groups that were begun and not delivered are begun again, from the same
-        positions; delivered ones belong to the consumer."""
-        undelivered = sorted([*self._groups, *self._redo])
-        return {"next_position": self._next_position, "redo": undelivered, "delivered": self._delivered}
+        positions; delivered ones belong to the consumer, except those at the ``returned`` positions."""
+        return {
+            "next_position": self._next_position,
+            "redo": sorted([*self._groups, *self._redo, *returned]),
+            "delivered": self._delivered - len(returned),
+        }
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Take a state back into a scheduler that has not started."""

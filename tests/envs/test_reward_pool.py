@@ -77,15 +77,15 @@ def test_a_reward_sees_the_task_and_the_episode():
     async def run():
         pool = RewardPool(size=1)
         try:
-            return [
-                (await score(Reward(answer_is_right), episode=episode(0, text), task=TASK, box=None, pool=pool, time_s=5))
-                .score.value
-                for text in ("42", "41")
+            right, wrong = [
+                await score(Reward(answer_is_right), episode=made, task=TASK, box=None, pool=pool, time_s=5)
+                for made in (episode(0, "42"), episode(1, "41"))
             ]
+            return right.score.value, wrong.score.value
         finally:
             await pool.close()
 
-    assert asyncio.run(run()) == [1.0, 0.0]
+    assert asyncio.run(run()) == (1.0, 0.0)
 
 
 def test_the_limit_does_not_count_the_queue():

@@ -1,4 +1,4 @@
-"""Small real parts that the rollout tests share: a byte-level tokenizer, an engine that plays back, a sink in memory."""
+"""Small real parts that the rollout tests share: a byte-level tokenizer, a play-back engine, a sink in memory."""
 
 from __future__ import annotations
 

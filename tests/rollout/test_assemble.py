@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from rollout_pieces import END, MemorySink, PlaybackEngine, driver, renderer, say
+from rollout_rewards import says_42
 
 from tandem.core.errors import EpisodeError
 from tandem.core.types import Episode, FinishReason, Message, Role, Turn, WeightVersion, floats, ids
@@ -17,10 +18,6 @@ from tandem.rollout.assemble import assemble, demonstrate
 async def lookup(query: str) -> str:
     """Looks something up."""
     return f"the answer to {query} is 42"
-
-
-def says_42(episode):
-    return float("42" in episode.final_message)
 
 
 TOOLS = tool_loop([lookup])
