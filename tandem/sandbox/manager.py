@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import cast
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.errors import PluginError, SandboxError, TandemError, boundary
+from tandem.core.errors import PluginError, SandboxError, SandboxUnavailable, TandemError, boundary
 from tandem.core.events import SandboxCreated, SandboxFailed, SandboxKilled
 from tandem.core.protocols import EventSink
 from tandem.core.registry import Registry
@@ -87,6 +87,20 @@ class SandboxManager:
             sandbox_id=sandbox_id, backend=self._backend.name, template=spec.template, create_s=now - started
         ))
         return session
+
+    async def check(self, spec: SandboxSpec) -> None:
+        """Make one box and end it, so that a machine that cannot is known before anything dear is started.
+
+        Raises:
+            SandboxUnavailable: with what failed and what to do.
+        """
+        try:
+            box = await self._make(spec)
+            await box.kill()
+        except SandboxUnavailable:
+            raise
+        except SandboxError as error:
+            raise SandboxUnavailable(f"this machine makes no boxes: {error.message}", hint=error.hint) from error
 
     async def close(self) -> None:
         self._closed = True

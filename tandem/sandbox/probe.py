@@ -1,0 +1,144 @@
+"""What this machine can do for boxes: the facts behind ``tandem doctor`` and behind the hint of a failed start.
+
+Owns: the list of features with what was found and what to do. The last one is the proof: a box that was made,
+ran a command, and went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.core.errors import TandemError
+from tandem.core.types import SandboxSpec
+from tandem.sandbox.backend import Call
+from tandem.sandbox.backends.build import program
+from tandem.sandbox.backends.cgroups import CONTROLLERS, Cgroups
+from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
+
+OLDEST_KERNEL = (5, 14)  # mount_setattr, clone3 into a cgroup, close_range, process limits per user namespace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """``needed``: there are no boxes without it; otherwise something weaker takes its place, as ``detail`` says."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+    needed: bool = True
+
+
+async def probe(*, cache: Path | None = None) -> list[Feature]:
+    """Look at everything, last of all at a real box. Takes well under a second once the program is compiled."""
+    loop = asyncio.get_running_loop()
+    features = [_kernel(), _namespaces(), _seccomp(), await loop.run_in_executor(None, _program, cache)]
+    features += [_ids(), *await loop.run_in_executor(None, _groups)]
+    features.append(await _box(cache))
+    return features
+
+
+def _kernel() -> Feature:
+    release = platform.release()
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    good = platform.system() == "Linux" and numbers >= OLDEST_KERNEL
+    oldest = ".".join(map(str, OLDEST_KERNEL))
+    return Feature(
+        name="kernel", ok=good, detail=f"{platform.system()} {release}",
+        remedy="" if good else f"Linux {oldest} or newer",
+    )
+
+
+def _sysctl(name: str) -> str | None:
+    try:
+        return Path("/proc/sys", *name.split(".")).read_text().strip()
+    except OSError:
+        return None
+
+
+def _namespaces() -> Feature:
+    wrong = []
+    if _sysctl("user.max_user_namespaces") in (None, "0"):
+        wrong.append("user.max_user_namespaces=10000")
+    if os.geteuid() != 0 and _sysctl("kernel.unprivileged_userns_clone") == "0":
+        wrong.append("kernel.unprivileged_userns_clone=1")
+    if os.geteuid() != 0 and _sysctl("kernel.apparmor_restrict_unprivileged_userns") == "1":
+        wrong.append("kernel.apparmor_restrict_unprivileged_userns=0")
+    return Feature(
+        name="user namespaces",
+        ok=not wrong,
+        detail="switched off" if wrong else "as root" if os.geteuid() == 0 else "as an ordinary user",
+        remedy=f"sysctl -w {' '.join(wrong)}, or run as root" if wrong else "",
+    )
+
+
+def _seccomp() -> Feature:
+    actions = _sysctl("kernel.seccomp.actions_avail")
+    return Feature(
+        name="seccomp", ok=actions is not None, detail=actions or "not in this kernel",
+        remedy="" if actions else "a kernel with CONFIG_SECCOMP_FILTER",
+    )
+
+
+def _program(cache: Path | None) -> Feature:
+    try:
+        return Feature(name="native program", ok=True, detail=str(program(cache)))
+    except TandemError as error:
+        return Feature(name="native program", ok=False, detail=error.message, remedy=error.hint)
+
+
+def _ids() -> Feature:
+    if may_map_ranges():
+        return Feature(name="id ranges", ok=True, needed=False, detail="each box has 65536 ids of its own")
+    return Feature(
+        name="id ranges", ok=False, needed=False,
+        detail="one id for all of a box; its user also owns the box's system folders",
+        remedy="run as root for stronger separation",
+    )
+
+
+def _groups() -> list[Feature]:
+    groups = Cgroups.open()
+    instead = {
+        "memory": "limited by process, and by a watch on their sum",
+        "pids": "limited by RLIMIT_NPROC",
+        "cpu": "not limited",
+    }
+    try:
+        features = []
+        for name in CONTROLLERS:
+            version = next((2 if group.unified else 1 for group in groups.groups if name in group.controllers), None)
+            features.append(Feature(
+                name=f"{name} limit", ok=version is not None, needed=False,
+                detail=f"cgroup version {version}" if version else instead[name],
+                remedy="" if version else "run as root, or under systemd-run --user --scope -p Delegate=yes",
+            ))
+        return features
+    finally:
+        groups.close()
+
+
+async def _box(cache: Path | None) -> Feature:
+    backend = NamespaceBackend(cache=cache)
+    call = Call(arguments=["python3", "-c", "print(6 * 7)"], timeout_s=10, stdout_cap_bytes=100, stderr_cap_bytes=2000)
+    try:
+        await (await backend.create(SandboxSpec(), timeout_s=10)).kill()  # the first also starts the keeper
+        started = time.perf_counter()
+        box = await backend.create(SandboxSpec(), timeout_s=10)
+        created_ms = (time.perf_counter() - started) * 1000
+        outcome = await box.call(call)
+    except TandemError as error:
+        return Feature(name="a box", ok=False, detail=error.message, remedy=error.hint)
+    finally:
+        await backend.close()
+    if outcome.stdout.strip() != b"42":
+        return Feature(
+            name="a box", ok=False, detail=f"python3 fails in it: {outcome.stderr.decode('utf-8', 'replace')[-500:]}",
+            remedy="install the system's python3",
+        )
+    return Feature(name="a box", ok=True, detail=f"made in {created_ms:.1f} ms; python3 is {backend.python()}")
