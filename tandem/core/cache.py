@@ -38,6 +38,8 @@ def make_folder(target: Path, build: Callable[[Path], object]) -> Path:
     with file_lock(target.with_name(f".{target.name}.lock")):
         if target.is_dir():
             return target
+        for left_over in target.parent.glob(f".{target.name}.*/"):  # of a build that was killed: we hold the lock
+            shutil.rmtree(left_over, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             build(scratch)
