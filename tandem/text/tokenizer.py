@@ -37,7 +37,7 @@ class Tokenizer:
         template = loaded.chat_template
         if isinstance(template, dict):  # several named templates
             template = template.get("tool_use") or template.get("default")
-        self.chat_template: str | None = template
+        self.chat_template: str | None = template or None
         self._loaded = loaded
         self._backend: tokenizers.Tokenizer = loaded.backend_tokenizer
         self._plain = _plain_copy(self._backend)

@@ -7,7 +7,6 @@ import os
 import pytest
 from transformers.utils import logging
 
-
 USER_CACHE = os.environ.get("XDG_CACHE_HOME", "")
 
 
