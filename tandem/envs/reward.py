@@ -1,14 +1,13 @@
 """Rewards: functions that say what an episode was worth, their weights, and their typed ends.
 
-Owns: which arguments a reward gets (by parameter name: ``episode``, ``task``, ``box``), where it runs, and what
-its answer means. A reward that takes the box runs here, async, under a deadline; every other one runs in a
-killable process (``reward_pool``). Invariant: no number is ever made up. A reward that raises, hangs, answers
-None or answers something that is no number fails the episode under its own name.
+Owns: which arguments a reward gets (by parameter name: ``episode``, ``task``, ``box``) and what its answer means.
+Every reward runs in a killable process (``reward_pool``), so none can stop the run. Invariant: no number is ever
+made up. A reward that raises, hangs, answers None or answers something that is no number fails the episode under
+its own name.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import numbers
@@ -18,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.core.errors import PluginError, RewardError, SandboxError
+from tandem.core.errors import PluginError, RewardError
 from tandem.core.protocols import Sandbox
 from tandem.core.types import Episode, Failure, FailureKind, Score, Task
-from tandem.envs.foreign import describe
 from tandem.envs.reward_pool import RewardPool, RewardTimeout
 
 ARGUMENTS = ("episode", "task", "box")
@@ -31,9 +29,9 @@ ARGUMENTS = ("episode", "task", "box")
 class Reward:
     """A scoring function, its weight in the sum (0: measured only), and its name (the function's).
 
-    The function, sync or async, takes any of ``episode``, ``task`` and ``box`` and returns a number, or None for
-    "no verdict". One that takes ``box`` must be async; any other must be a module-level function, because it
-    runs in another process.
+    The function, sync or async (async if it takes ``box``), takes any of ``episode``, ``task`` and ``box`` and
+    returns a number, or None for "no verdict". It stands at the top level of its module: it runs in another
+    process, which finds it by name.
     """
 
     function: Callable[..., object]
@@ -50,7 +48,7 @@ class Reward:
             )
         if self.needs_box and not inspect.iscoroutinefunction(function):
             raise PluginError(f"reward {self.name} takes the box but is not async", hint="write `async def`")
-        if not self.needs_box and (function.__qualname__ != function.__name__ or function.__name__ == "<lambda>"):
+        if function.__qualname__ != function.__name__ or function.__name__ == "<lambda>":
             raise PluginError(
                 f"reward {self.name} is not a module-level function", hint="it runs in another process, by name"
             )
@@ -76,18 +74,18 @@ class Verdict:
     duration_s: float
 
 
-def number_of(value: object, owner: str) -> float | None:
+def number_of(value: object) -> float | None:
     """The float that a reward's answer means; None stays None.
 
     Raises:
-        RewardError: not a number, or not finite; the message begins with ``owner``.
+        RewardError: not a number, or not finite.
     """
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        raise RewardError(f"{owner} returned {type(value).__name__}, not a number")
+        raise RewardError(f"it returned {type(value).__name__}, not a number")
     if not math.isfinite(value):
-        raise RewardError(f"{owner} returned {float(value)}, not a finite number")
+        raise RewardError(f"it returned {float(value)}, not a finite number")
     return float(value)
 
 
@@ -97,44 +95,22 @@ async def score(
     """Score one episode with one reward, within ``time_s``. Never raises for what the function does.
 
     Raises:
-        SandboxError: the box was lost under a reward that uses it (an infrastructure failure, no verdict).
+        SandboxError: the box was lost under the reward (an infrastructure failure, no verdict).
     """
     owner = f"reward {reward.name} on episode {episode.id}"
     start = time.perf_counter()
-    value, kind, detail = None, None, ""
+    value: float | None = None
+    kind, detail = None, ""
     try:
-        if reward.needs_box:
-            answer = await _score_in_box(reward, episode, task, box, time_s)
-        else:
-            answer = await pool.call(reward.reference, episode, task, time_s=time_s)
-        value = number_of(answer, owner)
+        value = await pool.call(reward.reference, episode, task, time_s=time_s, box=box if reward.needs_box else None)
         if value is None:
             kind, detail = FailureKind.REWARD_MISSING, f"{owner} gave no verdict (None)"
     except RewardTimeout:
         kind, detail = FailureKind.REWARD_TIMEOUT, f"{owner} took longer than {time_s:g} s"
     except RewardError as error:
-        text = error.message
-        kind, detail = FailureKind.REWARD, text if text.startswith(owner) else f"{owner}: {text}"
+        kind, detail = FailureKind.REWARD, f"{owner}: {error.message}"
     made = Score(name=reward.name, value=value, weight=reward.weight, failure=kind, detail=detail)
     return Verdict(score=made, duration_s=time.perf_counter() - start)
-
-
-async def _score_in_box(reward: Reward, episode: Episode, task: Task, box: Sandbox | None, time_s: float) -> object:
-    if box is None:
-        raise RewardError("it wants a box, but the environment has template=None")
-    available = {"episode": episode, "task": task, "box": box}
-    arguments = {name: available[name] for name in inspect.signature(reward.function).parameters}
-    try:
-        async with asyncio.timeout(time_s) as deadline:
-            return await reward.function(**arguments)
-    except (SandboxError, RewardError):
-        raise
-    except TimeoutError as error:
-        if deadline.expired():
-            raise RewardTimeout(f"no answer within {time_s:g} s") from error
-        raise RewardError(describe(error)) from error
-    except Exception as error:  # the boundary to the user's code, which must name its line
-        raise RewardError(describe(error)) from error
 
 
 def total(scores: Sequence[Score]) -> tuple[float | None, Failure | None]:

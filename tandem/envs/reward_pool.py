@@ -19,7 +19,9 @@ import msgspec
 
 from tandem.core import wire
 from tandem.core.errors import RewardError
+from tandem.core.protocols import Sandbox
 from tandem.core.types import Episode, Task
+from tandem.envs.reward_box import BoxRequest, serve
 
 START_S = 60.0
 MAX_FRAME_BYTES = 256 * 2**20
@@ -29,20 +31,23 @@ class RewardTimeout(RewardError):
     """A reward function passed its limit."""
 
 
-class Greeting(msgspec.Struct, frozen=True):
+class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     """First frame to a worker: where modules are found, and what to import before it says it is ready."""
 
     path: list[str]
     preload: list[str]
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """``box`` is the id of the episode's box, if there is one."""
+
     reference: str
     episode: bytes
     task: bytes
+    box: str | None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     """``error`` says what the function raised (or answered, if it was no number); else ``value``."""
 
     value: float | None = None
@@ -98,6 +103,17 @@ class _Worker:
         await self.process.wait()
 
 
+async def _hear_out(worker: _Worker, box: Sandbox | None) -> Answer:
+    """Serve what the function asks of the box until it answers."""
+    while True:
+        said = msgspec.msgpack.decode(await worker.receive(), type=Answer | BoxRequest)
+        if isinstance(said, Answer):
+            return said
+        if box is None:
+            raise EOFError("a request for a box that is not there")
+        await worker.send(msgspec.msgpack.encode(await serve(said, box)))
+
+
 class RewardPool:
     """At most ``size`` worker processes. ``preload`` names functions whose modules a worker imports at start."""
 
@@ -116,14 +132,22 @@ class RewardPool:
         for _ in range(self._size - len(self._idle) - len(self._busy) - len(self._starting)):
             self._replace()
 
-    async def call(self, reference: str, episode: Episode, task: Task, *, time_s: float) -> float | None:
-        """Call the function ``reference`` with what it takes of ``episode`` and ``task``.
+    async def call(
+        self, reference: str, episode: Episode, task: Task, *, time_s: float, box: Sandbox | None = None
+    ) -> float | None:
+        """Call the function ``reference`` with what it takes of ``episode``, ``task`` and ``box``.
 
         Raises:
             RewardTimeout: it did not answer in time; its process is gone.
             RewardError: it raised, answered no number, took its process down, or could not be imported.
+            SandboxError: the box failed under it.
         """
-        request = Call(reference=reference, episode=wire.encode(episode), task=wire.encode(task))
+        request = Call(
+            reference=reference,
+            episode=wire.encode(episode),
+            task=wire.encode(task),
+            box=None if box is None else box.id,
+        )
         async with self._free:
             if self._closed:
                 raise RewardError("the reward pool is closed")
@@ -133,7 +157,7 @@ class RewardPool:
             try:
                 async with asyncio.timeout(time_s):
                     await worker.send(msgspec.msgpack.encode(request))
-                    answer = msgspec.msgpack.decode(await worker.receive(), type=Answer)
+                    answer = await _hear_out(worker, box)
                 healthy = True
             except TimeoutError as error:
                 raise RewardTimeout(f"no answer within {time_s:g} s") from error

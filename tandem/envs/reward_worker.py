@@ -22,6 +22,7 @@ from tandem.core.registry import Registry
 from tandem.core.types import Episode, Task
 from tandem.envs.foreign import describe
 from tandem.envs.reward import number_of
+from tandem.envs.reward_box import Ask, BoxReply, BoxRequest, RemoteBox
 from tandem.envs.reward_pool import Answer, Call, Greeting
 
 _PR_SET_PDEATHSIG = 1
@@ -57,17 +58,30 @@ def main() -> None:
         except Exception:  # a supervisor: the call that needs it will say what is wrong
             continue
     send(b"ready")
+
+    def ask(request: BoxRequest) -> BoxReply:
+        send(msgspec.msgpack.encode(request))
+        frame = receive()
+        if frame is None:
+            raise SystemExit("the parent is gone")
+        return msgspec.msgpack.decode(frame, type=BoxReply)
+
     while (frame := receive()) is not None:
-        send(msgspec.msgpack.encode(_answer(registry, msgspec.msgpack.decode(frame, type=Call))))
+        send(msgspec.msgpack.encode(_answer(registry, msgspec.msgpack.decode(frame, type=Call), ask)))
 
 
-def _answer(registry: Registry, call: Call) -> Answer:
+def _answer(registry: Registry, call: Call, ask: Ask) -> Answer:
     try:
         function = registry.resolve(call.reference)
         if not callable(function):
             return Answer(error=f"{call.reference} is not a function")
-        available = {"episode": wire.decode(call.episode, Episode), "task": wire.decode(call.task, Task)}
-        return Answer(value=number_of(_call(function, available), "it"))
+        available: dict[str, object] = {
+            "episode": wire.decode(call.episode, Episode),
+            "task": wire.decode(call.task, Task),
+        }
+        if call.box is not None:
+            available["box"] = RemoteBox(call.box, ask)
+        return Answer(value=number_of(_call(function, available)))
     except RewardError as error:
         return Answer(error=error.message)
     except BaseException as error:  # a supervisor: exit() in a reward is the reward's failure, not ours

@@ -65,15 +65,14 @@ class RolloutDriver:
             episode_time_s=section.episode_time_s,
             reward_time_s=section.reward_time_s,
         )
-        in_processes = [reward.reference for reward in environment.rewards if not reward.needs_box]
-        self._rewards = RewardPool(size=section.reward_processes, preload=in_processes)
+        functions = [reward.reference for reward in environment.rewards]
+        self._rewards = RewardPool(size=section.reward_processes, preload=functions)
         self._training: Lane | None = None
         self._resumed: Mapping[str, object] | None = None
         self._lanes: list[Lane] = []
 
     async def __aenter__(self) -> RolloutDriver:
-        if any(not reward.needs_box for reward in self._environment.rewards):
-            self._rewards.warm()
+        self._rewards.warm()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
