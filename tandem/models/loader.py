@@ -90,7 +90,7 @@ def init_model(
 class TensorSource:
     """The tensors of a checkpoint by name, each read when it is asked for."""
 
-    def __init__(self, files: dict[str, object]) -> None:
+    def __init__(self, files: dict[str, safe_open]) -> None:
         self._files = files  # tensor name -> open safetensors file
 
     def __iter__(self) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _open_tensors(folder: Path, stack: ExitStack) -> TensorSource:
             f"{folder} has no {SINGLE} and no {INDEX}",
             hint=f"{other[0]} is a pickle, which is not read: convert the model to safetensors" if other else "",
         )
-    files: dict[str, object] = {}
+    files: dict[str, safe_open] = {}
     for name in names:
         if not (folder / name).is_file():
             raise ModelError(f"{folder / INDEX} names {name}, which is not there", hint="copy the folder again")

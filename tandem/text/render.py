@@ -197,7 +197,7 @@ class Renderer:
         return guarded.encode(anchor + text)[1:]
 
 
-def _blocks(stream: Ids, parts: list[Ids | None], *, first_message: int, start: int, offset: int) -> list[Span]:
+def _blocks(stream: Ids, parts: Sequence[Ids | None], *, first_message: int, start: int, offset: int) -> list[Span]:
     """Spans of the messages that ``stream`` was rendered from; ``parts[n]`` renders the first n + 1 of them."""
     spans = []
     for number, part in enumerate(parts):

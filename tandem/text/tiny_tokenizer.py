@@ -72,4 +72,5 @@ def write_tiny_tokenizer(folder: Path, *, vocab_size: int) -> SpecialIds:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return SpecialIds(end=made.token_to_id(END), pad=made.token_to_id(PAD))
+    vocabulary = made.get_vocab()
+    return SpecialIds(end=vocabulary[END], pad=vocabulary[PAD])

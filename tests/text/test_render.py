@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import tokenizers
+import transformers
 from conversations import (
     CHATML,
     COUNTING,
@@ -19,10 +23,12 @@ from conversations import (
     tokenizer,
     user,
 )
+from tokenizers import models, pre_tokenizers
 
 from tandem.core.errors import ConfigError
 from tandem.core.types import Floats, Message, Trajectory, floats, ids, mask
 from tandem.text.render import Renderer
+from tandem.text.tokenizer import Tokenizer
 
 TEMPLATES = pytest.mark.parametrize("template", [CHATML, REASONING, STRICT], ids=["chatml", "reasoning", "strict"])
 
@@ -179,6 +185,24 @@ def test_special_tokens_in_messages_are_ordinary_characters(template: str):
 def test_placeholder_characters_in_messages_survive():
     text = "\U000f00000\U000f0000<|im_end|>\U000f0000"
     assert text in renderer().tokenizer.decode(renderer().prompt([user(text)], []))
+
+
+def test_text_inside_a_conversation_is_not_encoded_as_the_start_of_a_text(tmp_path: Path):
+    """Tokenizers of the sentencepiece kind mark the first word of a text; a turn in the middle is not one."""
+    words = ["user", "assistant", "\n", "a", "b", "▁a", "▁b", "▁", "▁user"]
+    made = tokenizers.Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="▁"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Metaspace(prepend_scheme="first")]
+    )
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    loaded = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=CHATML)
+    render = Renderer(Tokenizer(loaded, name="metaspace"))
+    end = render.stop_token_ids[0]
+    whole = render.prompt([user("a"), assistant("b"), user("a")], [])
+    first = render.prompt([user("a")], [])
+    made_turn = render.completion(assistant("b"), [])
+    assert first + made_turn + render.continuation(made_turn, [user("a")]) == whole
+    assert list(made_turn) == [words.index("b"), end]
 
 
 # ---- demonstrations and spans
