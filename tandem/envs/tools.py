@@ -16,7 +16,7 @@ from typing import get_type_hints
 
 import msgspec
 
-from tandem.core.errors import EpisodeError, PluginError, TandemError, boundary
+from tandem.core.errors import EpisodeError, PluginError, SandboxError, TandemError, boundary
 from tandem.core.protocols import Sandbox
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 from tandem.envs.foreign import describe
@@ -80,21 +80,17 @@ class Tool:
         try:
             async with asyncio.timeout(time_s + GRACE_S) as deadline:
                 output = await self.function(**arguments)
-        except TandemError as error:
-            if isinstance(error, ToolError) and deadline.expired():
-                raise _timed_out(time_s) from error
-            raise
+        except SandboxError:
+            raise  # the box is lost, whatever the clock says
         except Exception as error:  # the boundary to the user's code, which must name its line
-            if isinstance(error, TimeoutError) and deadline.expired():
-                raise _timed_out(time_s) from error
+            if deadline.expired():
+                raise ToolError(f"[timed out after {time_s:g} s]", failure=ToolFailure.TIMEOUT) from error
+            if isinstance(error, TandemError):
+                raise
             raise ToolError(f"tool {call.name} failed: {describe(error)}") from error
         if not isinstance(output, str):
             raise ToolError(f"tool {call.name} failed: it returned {type(output).__name__}, not text")
         return output
-
-
-def _timed_out(time_s: float) -> ToolError:
-    return ToolError(f"[timed out after {time_s:g} s]", failure=ToolFailure.TIMEOUT)
 
 
 def tool(function: Callable[..., Awaitable[str]], *, name: str = "", max_chars: int = MAX_CHARS) -> Tool:
