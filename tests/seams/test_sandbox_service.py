@@ -316,6 +316,11 @@ async def a_command_that_ends_keeps_its_background_work(place: Place) -> None:
     assert result.exit_code == 0 and not result.timed_out and "started" in result.stdout
     await asyncio.sleep(0.2)
     assert "noise" in (await box.commands.run("ps ax -o args | grep -v ps", timeout_s=10)).stdout
+    result = await box.commands.run("yes & echo started >&2", timeout_s=10)  # even one that floods
+    assert (result.exit_code, result.stderr, result.timed_out) == (0, "started\n", False)
+    assert result.duration_s < 5
+    result = await box.commands.run("head -c 60000 /dev/zero; echo end >&2", timeout_s=10)  # nothing is lost at the end
+    assert (len(result.stdout), result.stderr) == (60000, "end\n")
 
 
 @scenario
@@ -326,9 +331,11 @@ async def fork_bomb_ends_typed_and_hurts_nobody(place: Place) -> None:
     assert (await neighbour.commands.run("echo fine", timeout_s=10)).stdout == "fine\n"
     result = await bomb
     assert result.timed_out or result.exit_code != 0
-    await asyncio.sleep(0.2)
     again = await bombed.commands.run("echo alive; ps ax | wc -l", timeout_s=20)
     assert again.stdout.startswith("alive"), again
+    left = await bombed.commands.run("for i in $(seq 99); do sleep 999 & done; echo full", timeout_s=10)
+    assert left.exit_code != 0 or "full" in left.stdout  # whatever it left running makes room for what comes next
+    assert (await bombed.commands.run("echo alive", timeout_s=10)).stdout == "alive\n"
 
 
 @scenario

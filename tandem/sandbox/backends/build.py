@@ -17,7 +17,8 @@ from pathlib import Path
 from tandem.core.errors import SandboxUnavailable
 
 SOURCES = Path(__file__).parent / "native"
-FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra", "-static")
+FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
+LINKAGES = (("-static",), ())  # static takes less memory; boxes are made without exec, so either works
 COMPILERS = ("musl-gcc", "gcc", "cc", "clang")
 
 
@@ -52,21 +53,26 @@ def _compile(sources: list[str], target: Path) -> None:
     problems = []
     target.parent.mkdir(parents=True, exist_ok=True)
     for compiler in compilers:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-            made = Path(folder) / "box"
-            try:
-                done = subprocess.run(
-                    [compiler, *FLAGS, "-o", str(made), *sources], capture_output=True, text=True, timeout=120
-                )
-            except subprocess.TimeoutExpired:
-                problems.append(f"{compiler}: not done after 120 s")
-                continue
-            if done.returncode == 0:
-                made.chmod(0o755)
-                made.rename(target)
+        for linkage in LINKAGES:
+            problem = _try([compiler, *FLAGS, *linkage, *sources], target)
+            if problem is None:
                 return
-            problems.append(f"{compiler}: {done.stderr.strip()[-600:]}")
+            problems.append(f"{compiler}: {problem}")
     raise SandboxUnavailable(
         "the sandbox's native program does not compile: " + "; ".join(problems),
-        hint="a static C library is needed (Debian: apt install gcc libc6-dev linux-libc-dev)",
+        hint="the C library's and the kernel's headers are needed (Debian: apt install gcc libc6-dev linux-libc-dev)",
     )
+
+
+def _try(command: list[str], target: Path) -> str | None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        made = Path(folder) / "box"
+        try:
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            return "not done after 120 s"
+        if done.returncode != 0:
+            return done.stderr.strip()[-600:]
+        made.chmod(0o755)
+        made.rename(target)
+        return None

@@ -166,6 +166,8 @@ def _open_unified(mount: Path, own: Path, name: str) -> Group | None:
     at all (they still serve to freeze and kill)."""
     plain: Path | None = None
     for parent in _ancestors(mount, own):
+        if not os.access(parent / "cgroup.procs", os.W_OK):  # boxes could not be born into a group below it
+            continue
         try:
             (parent / name).mkdir()
         except OSError:

@@ -47,6 +47,8 @@ def test_a_unified_group_is_made_where_controllers_can_be_handed_down(tmp_path: 
     """The nearest ancestor may hold processes (it hands nothing down); the next one up can."""
     own = tmp_path / "slice" / "scope"
     own.mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "slice", own):
+        (folder / "cgroup.procs").touch()
 
     def enable(parent: Path, folder: Path) -> tuple[str, ...]:
         return ("memory", "pids") if parent.name == "slice" else ()

@@ -7,6 +7,8 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -76,6 +78,47 @@ static void kill_command(struct command *command, int flag) {
     kill(command->shim, SIGKILL);
 }
 
+/* Ends everything that belongs to no running command. */
+static void kill_strays(void) {
+    pid_t shims[MAX_COMMANDS];
+    size_t count = 0;
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].exited) shims[count++] = commands[i].shim;
+    tree_kill_strays(shims, count);
+}
+
+static void reap(void) {
+    int status;
+    pid_t pid;
+    bool strays = false;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
+        for (int i = 0; i < MAX_COMMANDS; i++) {
+            struct command *command = &commands[i];
+            if (!command->used || command->exited || command->shim != pid) continue;
+            command->exited = true;
+            for (int stream = 0; stream < 2; stream++) {
+                int held = 0;
+                if (command->pipe[stream] >= 0) ioctl(command->pipe[stream], FIONREAD, &held);
+                command->rest[stream] = held;
+            }
+            command->code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+            /* A shim that dies by a signal nobody here sent was killed by its command: what it held is loose. */
+            strays = strays || (command->is_shim && WIFSIGNALED(status) && !(command->flags & (TIMED_OUT | KILLED)));
+        }
+    if (strays) kill_strays();
+}
+
+/* Work left in the background may fill the box (a fork bomb does); then it has to make room for the next command. */
+static void make_room(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NPROC, &limit) || tree_count() + 4 < limit.rlim_cur) return;
+    kill_strays();
+    for (int tries = 0; tries < 50 && tree_count() + 4 >= limit.rlim_cur; tries++) {
+        reap();
+        usleep(1000);
+    }
+}
+
 /* ---- messages from the supervisor */
 static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_user) {
     struct command *command = NULL;
@@ -85,6 +128,7 @@ static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_u
     if (!command) command = &none;
     *command = (struct command){ .used = true, .id = id, .pipe = { -1, -1 }, .input = -1, .started_us = now_us() };
     errno = EAGAIN;
+    make_room();
     if (command != &none && command_start(command, c, work_id, switch_user)) return;
     const char *reason = strerror(errno);
     emit(STDERR, id, reason, strlen(reason));
@@ -160,49 +204,38 @@ static void on_frames(uint32_t work_id, bool switch_user) {
 }
 
 /* ---- output and exits
- * Reads one pipe while there is room; past the cap it reads and drops. True when nothing is left to read now. */
-static bool pump(struct command *command, int stream, size_t budget) {
-    while (command->pipe[stream] >= 0) {
-        if (out_free() < OUT_RESERVE + FRAME_HEAD + CHUNK || !budget) return false;
-        ssize_t length = read(command->pipe[stream], chunk, CHUNK);
+ * Reads at most ``budget`` from one pipe while there is room; past the cap it reads and drops. The budget is used
+ * up, too, when there is nothing more to read now. */
+static void pump(struct command *command, int stream, size_t *budget) {
+    if (command->pipe[stream] < 0) *budget = 0;
+    while (*budget) {
+        if (out_free() < OUT_RESERVE + FRAME_HEAD + CHUNK) return;
+        ssize_t length = read(command->pipe[stream], chunk, *budget < CHUNK ? *budget : CHUNK);
         if (length < 0 && errno == EINTR) continue;
-        if (length < 0 && errno == EAGAIN) return true;
         if (length <= 0) {
-            close(command->pipe[stream]);
-            command->pipe[stream] = -1;
-            return true;
+            if (length == 0 || errno != EAGAIN) {
+                close(command->pipe[stream]);
+                command->pipe[stream] = -1;
+            }
+            *budget = 0;
+            return;
         }
-        budget -= (size_t)length < budget ? (size_t)length : budget;
+        *budget -= length;
         uint64_t room = command->cap[stream] - command->sent[stream];
         size_t keep = command->reported ? 0 : (uint64_t)length < room ? (size_t)length : room;
         if (keep) emit(stream ? STDERR : STDOUT, command->id, chunk, keep);
         command->sent[stream] += keep;
         command->dropped[stream] += length - keep;
     }
-    return true;
 }
 
-static void reap(void) {
-    int status;
-    pid_t pid, shims[MAX_COMMANDS];
-    bool strays = false;
-    while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
-        for (int i = 0; i < MAX_COMMANDS; i++) {
-            struct command *command = &commands[i];
-            if (!command->used || command->exited || command->shim != pid) continue;
-            command->exited = true;
-            command->code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-            /* A shim that dies by a signal nobody here sent was killed by its command: what it held is loose. */
-            strays = strays || (command->is_shim && WIFSIGNALED(status) && !(command->flags & (TIMED_OUT | KILLED)));
-        }
-    if (!strays) return;
-    size_t count = 0;
-    for (int i = 0; i < MAX_COMMANDS; i++)
-        if (commands[i].used && !commands[i].exited) shims[count++] = commands[i].shim;
-    tree_kill_strays(shims, count);
+static void drain(struct command *command, int stream) {
+    size_t budget = (size_t)1 << 20; /* then the others' turn */
+    pump(command, stream, &budget);
 }
 
-/* An ended command is reported once its pipes are empty; survivors that still hold them are read into nothing. */
+/* An ended command is reported once what its pipes held at its end is read. Survivors may hold the pipes for as
+ * long as they like: what they write is read into nothing. */
 static void finish(void) {
     for (int i = 0; i < MAX_COMMANDS; i++) {
         struct command *command = &commands[i];
@@ -213,10 +246,11 @@ static void finish(void) {
             command->pending_length = 0;
         }
         if (!command->reported) {
-            size_t budget = command->flags ? (size_t)1 << 20 : (size_t)8 << 20;
-            bool empty = pump(command, 0, budget);
-            if (pump(command, 1, budget) && empty) report(command);
+            for (int stream = 0; stream < 2; stream++) pump(command, stream, &command->rest[stream]);
+            if (!command->rest[0] && !command->rest[1]) report(command);
         }
+        for (int stream = 0; stream < 2; stream++) /* the last holder may have ended */
+            if (command->reported && command->pipe[stream] >= 0) drain(command, stream);
         if (command->reported && command->pipe[0] < 0 && command->pipe[1] < 0) command_close(command);
     }
 }
@@ -287,8 +321,8 @@ static size_t gather(struct pollfd *sources, struct command **owners) {
 static void serve(struct pollfd *source, struct command *command) {
     if (!command->used || !source->revents) return;
     if (source->fd == command->input) feed(command);
-    else if (source->fd == command->pipe[0]) pump(command, 0, (size_t)1 << 20);
-    else if (source->fd == command->pipe[1]) pump(command, 1, (size_t)1 << 20);
+    for (int stream = 0; stream < 2; stream++)
+        if (source->fd == command->pipe[stream] && !(command->exited && !command->reported)) drain(command, stream);
 }
 
 void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) {

@@ -54,6 +54,7 @@ struct command {
     pid_t shim;
     int pipe[2], input;          /* stdout and stderr to read, stdin to write; -1 when closed */
     uint64_t cap[2], sent[2], dropped[2];
+    size_t rest[2];              /* when exited: what the pipes still held at that time */
     uint8_t *pending;            /* stdin not yet written: at most STDIN_WINDOW bytes */
     uint32_t pending_start, pending_length;
     bool input_ends;             /* close stdin when nothing is pending */
@@ -69,6 +70,7 @@ void command_close(struct command *command);
 struct process { pid_t pid, parent; uint64_t anonymous_bytes; };
 enum { MAX_PROCESSES = 4096 };
 size_t tree_scan(struct process *into, bool memory);          /* all but pid 1 */
+size_t tree_count(void);                                      /* the same, only counted */
 bool tree_within(const struct process *all, size_t count, pid_t pid, pid_t root);
 void tree_kill(pid_t root);                                   /* every descendant; the root itself stays */
 void tree_kill_strays(const pid_t *shims, size_t num_shims);  /* children of pid 1 that are no shims, and below */

@@ -85,12 +85,13 @@ static void shim(void) {
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
     prctl(PR_SET_NAME, "box-shim");
     setsid();
-    pid_t child = fork();
+    pid_t child = vfork(); /* shares this process's memory until exec: nothing here is needed afterwards */
     if (child == 0) {
         setsid();
         become_command();
         run_program();
     }
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0); /* the child had to lift it, in our shared memory */
     if (child < 0) {
         complain("cannot start the command", "");
         _exit(126);
