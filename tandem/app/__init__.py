@@ -1,0 +1,1 @@
+"""Composition root: the only place that names concrete classes."""

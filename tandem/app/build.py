@@ -1,0 +1,118 @@
+"""From a recipe to the objects of a run, joined.
+
+Owns: construction and the order of closing. Nothing outside this file knows which classes stand behind the seams.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.app.preflight import Ready
+from tandem.config.tree import Recipe
+from tandem.core.protocols import EventSink
+from tandem.core.types import WeightVersion
+from tandem.engine.compute import ComputeQueue
+from tandem.engine.infer.loop import InferEngine
+from tandem.engine.weights import PublishedWeights
+from tandem.models.loader import load_model
+from tandem.rollout.driver import RolloutDriver
+from tandem.sandbox.manager import SandboxManager, spec_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The running parts of a process that makes episodes; training adds its engine to them."""
+
+    recipe: Recipe
+    ready: Ready
+    weights: PublishedWeights
+    compute: ComputeQueue
+    engine: InferEngine
+    rollout: RolloutDriver
+
+    async def load(self, version: WeightVersion) -> None:
+        """Hand new weights on: to inference first, so that no group starts under weights that are not served."""
+        await self.engine.load(version)
+        self.rollout.advance(version)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the accelerator where there is one."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def set_threads(recipe: Recipe) -> None:
+    """Fix the number of CPU threads of model computation for the life of the process."""
+    torch.set_num_threads(recipe.engine.threads or len(os.sched_getaffinity(0)))
+
+
+def load_weights(recipe: Recipe, ready: Ready) -> PublishedWeights:
+    """Load the model that the checks found."""
+    model = load_model(
+        ready.model_path,
+        dtype=DTYPES[recipe.model.dtype],
+        device=pick_device(recipe.model.device),
+        numerics=recipe.engine.numerics,
+    )
+    return PublishedWeights(model)
+
+
+def make_engine(recipe: Recipe, ready: Ready, weights: PublishedWeights, compute: ComputeQueue) -> InferEngine:
+    """The inference engine on the live weights."""
+    return InferEngine(
+        weights.model,
+        weights,
+        recipe.engine,
+        compute,
+        max_context_tokens=ready.max_context_tokens,
+        eos_ids=ready.spec.eos_ids,
+    )
+
+
+@asynccontextmanager
+async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterator[Parts]:
+    """Build everything that episodes need, and take it down again in the opposite order whatever happens."""
+    set_threads(recipe)
+    boxes = SandboxManager(recipe.sandbox, sink)
+    compute = ComputeQueue()
+    try:
+        weights = load_weights(recipe, ready)
+        engine = make_engine(recipe, ready, weights, compute)
+        try:
+            rollout = RolloutDriver(
+                environment=ready.environment,
+                engine=engine,
+                renderer=ready.renderer,
+                sandboxes=boxes,
+                sandbox_spec=spec_of(recipe.sandbox),
+                sink=sink,
+                section=recipe.rollout,
+                max_context_tokens=ready.max_context_tokens,
+                seed=recipe.trainer.seed,
+                in_order=recipe.trainer.deterministic,
+            )
+            async with rollout:
+                yield Parts(
+                    recipe=recipe, ready=ready, weights=weights, compute=compute, engine=engine, rollout=rollout
+                )
+        finally:
+            await engine.close()
+    finally:
+        await boxes.close()
+        compute.close()
+
+
+def run_folder(recipe: Recipe, label: str) -> Path:
+    """Where a new run goes: the recipe's name, or one made from the environment and ``label``."""
+    environment = Path(recipe.environment.name.split(":")[0]).stem
+    return Path(recipe.record.folder) / (recipe.record.name or f"{environment}-{label}")

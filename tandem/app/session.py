@@ -1,0 +1,199 @@
+"""One training run from its first evaluation to its exported model.
+
+Owns: the phases (before, warm-up, reinforcement, export), and where a resumed run enters them. Refuses: signals,
+folders and exit codes (``run``). Invariants: every phase ends in the log before the next begins; supervised steps
+are never counted as reinforcement; a resumed run does not evaluate twice what the log already holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from tandem.algorithms.credit import demonstration
+from tandem.algorithms.spec import resolve
+from tandem.app.build import Parts
+from tandem.app.preflight import demonstrations
+from tandem.config.sections.algorithm import AlgorithmSection
+from tandem.core.events import EngineReported, EvaluationFinished
+from tandem.core.protocols import EventSink
+from tandem.core.types import Sample, WeightVersion
+from tandem.core.wire import derive_seed
+from tandem.engine.train.checkpoint import CheckpointStore, has_checkpoint
+from tandem.engine.train.score import Scorer, frozen_copy
+from tandem.engine.train.step import LocalTrainEngine
+from tandem.models.saver import save_model
+from tandem.rollout.assemble import demonstrate
+from tandem.trainer.batcher import Batcher
+from tandem.trainer.evaluate import summarise
+from tandem.trainer.loop import Connections, TrainingLoop
+from tandem.trainer.warmup import warm_up
+
+BEFORE, WARMED, FINAL = "before", "after warm-up", "after reinforcement"
+
+
+class TrainingSession:
+    """A run's parts, its folder, and what the log says was already done (``evaluated``: names)."""
+
+    def __init__(self, parts: Parts, folder: Path, sink: EventSink, *, evaluated: frozenset[str]) -> None:
+        self.loop: TrainingLoop | None = None
+        self._parts = parts
+        self._folder = folder
+        self._sink = sink
+        self._evaluated = evaluated
+        self._reported = parts.engine.stats()
+
+    async def run(self) -> Path:
+        """Run every phase that is not done yet; returns the exported model folder."""
+        recipe, parts = self._parts.recipe, self._parts
+        fresh = not has_checkpoint(self._checkpoints)
+        if fresh:
+            await self._evaluate(BEFORE, 0)
+            if recipe.warmup.steps:
+                await self._warm_up()
+                await self._evaluate(WARMED, 0)
+        loop, store = self._make_loop()
+        if fresh:
+            await loop.save(0)
+        else:
+            latest = store.latest()
+            assert latest is not None
+            extra = await asyncio.to_thread(store.restore, latest)
+            loop.restore(cast("Mapping[str, object]", extra["loop"]))
+            parts.rollout.restore(cast("Mapping[str, object]", extra["rollout"]))
+        self.loop = loop
+        version = WeightVersion(number=parts.weights.version, step=loop.step)
+        await parts.engine.load(version)
+        self._reported = parts.engine.stats()
+        if loop.step < recipe.trainer.steps:
+            parts.rollout.start(version)
+            await loop.run(version)
+        await self._evaluate(FINAL, loop.step)
+        return self.export()
+
+    def _make_loop(self) -> tuple[TrainingLoop, CheckpointStore]:
+        recipe, parts = self._parts.recipe, self._parts
+        algorithm = resolve(recipe.algorithm)
+        engine = LocalTrainEngine(
+            parts.weights,
+            parts.compute,
+            train=recipe.engine.train,
+            optimizer=recipe.optimizer,
+            algorithm=algorithm,
+            total_steps=recipe.trainer.steps,
+        )
+        reference = frozen_copy(parts.weights.model) if algorithm.needs_reference else None
+        store = CheckpointStore(
+            self._checkpoints,
+            parts.weights,
+            engine.optimizer,
+            keep=recipe.trainer.keep_checkpoints,
+            reference=reference,
+        )
+        loop = TrainingLoop(
+            Connections(
+                engine=engine,
+                source=parts.rollout,
+                sink=self._sink,
+                store=store,
+                on_version=self._pass_on,
+                evaluate=self._evaluate_step,
+                extra=lambda: {"rollout": parts.rollout.state()},
+                reference=Scorer(reference, parts.compute, recipe.engine.train).score if reference else None,
+            ),
+            Batcher(algorithm, recipe.engine.train, staleness=recipe.rollout.staleness, sink=self._sink),
+            recipe.trainer,
+            groups_per_step=recipe.rollout.groups_per_step,
+            stall_warning_s=recipe.rollout.stall_warning_s,
+            give_up_after_s=3 * recipe.rollout.episode_time_s,
+        )
+        return loop, store
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self._folder / "checkpoints"
+
+    def export(self) -> Path:
+        """Write the weights as a Hugging Face folder ``model`` in the run folder (a newer one replaces it)."""
+        target, fresh = self._folder / "model", self._folder / ".model-new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        save_model(self._parts.weights.model, fresh, tokenizer_from=self._parts.ready.model_path)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
+        return target
+
+    async def _warm_up(self) -> None:
+        recipe, parts = self._parts.recipe, self._parts
+        if not recipe.warmup.steps:
+            return
+        spec = resolve(AlgorithmSection(name="sft"))
+        engine = LocalTrainEngine(
+            parts.weights,
+            parts.compute,
+            train=recipe.engine.train,
+            optimizer=recipe.optimizer.model_copy(update={"learning_rate": recipe.warmup.learning_rate}),
+            algorithm=spec,
+            total_steps=recipe.warmup.steps,
+        )
+        await warm_up(
+            engine,
+            self._demonstrations(),
+            spec,
+            section=recipe.warmup,
+            train=recipe.engine.train,
+            seed=recipe.trainer.seed,
+            sink=self._sink,
+            on_version=parts.load,
+        )
+
+    def _demonstrations(self) -> list[Sample]:
+        recipe, ready = self._parts.recipe, self._parts.ready
+        tools = [tool.spec for tool in ready.environment.workflow.tools]
+        count = recipe.warmup.steps * recipe.warmup.batch_size
+        seed = derive_seed("demonstrations", recipe.trainer.seed)
+        samples = []
+        for number, messages in enumerate(demonstrations(ready.environment, count, seed)):
+            made = demonstrate(messages, tools, ready.renderer, name=f"demonstration-{number}")
+            samples.append(demonstration(made.episode_id, made.token_ids, made.loss_mask))
+        return samples
+
+    async def _pass_on(self, version: WeightVersion) -> None:
+        self._report(version.step)
+        await self._parts.load(version)
+
+    def _report(self, step: int) -> None:
+        """The engine's counters since the report before, for the event of this step."""
+        now, before = self._parts.engine.stats(), self._reported
+        self._reported = now
+        self._sink.emit(
+            EngineReported(
+                step=step,
+                prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+                cached_tokens=now.cached_tokens - before.cached_tokens,
+                generated_tokens=now.generated_tokens - before.generated_tokens,
+                busy_s=now.busy_s - before.busy_s,
+            )
+        )
+
+    async def _evaluate_step(self, step: int) -> None:
+        if step < self._parts.recipe.trainer.steps:  # the last one has its own name
+            await self._evaluate(f"step {step}", step)
+
+    async def _evaluate(self, name: str, step: int) -> None:
+        section = self._parts.recipe.environment
+        if name in self._evaluated or not section.num_eval_tasks:
+            return
+        started = time.perf_counter()
+        tasks = self._parts.ready.environment.held_out(section.num_eval_tasks)
+        version = WeightVersion(number=self._parts.weights.version, step=step)
+        await self._parts.engine.load(version)
+        episodes = await self._parts.rollout.evaluate(
+            tasks, name=name, version=version, temperature=section.eval_temperature
+        )
+        families = {task.id: str(task.private.get("family", "")) for task in tasks}
+        duration_s = time.perf_counter() - started
+        self._sink.emit(summarise(episodes, families, name=name, step=step, duration_s=duration_s))

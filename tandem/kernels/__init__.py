@@ -1,0 +1,1 @@
+"""Fast operations: PyTorch references and dispatch."""

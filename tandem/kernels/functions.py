@@ -1,0 +1,129 @@
+"""The differentiable operations whose forward pass both sampler and trainer run.
+
+Each is one ``autograd.Function``: a row-exact forward pass, and a backward pass that need not match anything but
+the mathematics. Without gradients the forward pass alone runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.impl import reference
+from tandem.kernels.impl.cpu import native
+
+Index = tuple[Tensor, Tensor, Tensor]
+# Rows of one chunk of the vocabulary projection: peak memory is this many rows of float32 logits.
+HEAD_CHUNK = 256
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_THD, k_SGD, v_SGD, index, readers, scale, window):
+        wanted = any(ctx.needs_input_grad[:3])
+        if native.supports(q_THD, q_THD.shape[2]):
+            out_THD, lse_TH = native.attention_forward(q_THD, k_SGD, v_SGD, index, scale, window, with_lse=wanted)
+        else:
+            out_THD, lse_TH = reference.attention_forward(q_THD, k_SGD, v_SGD, *index, scale, window), None
+        if wanted:
+            ctx.save_for_backward(q_THD, k_SGD, v_SGD, out_THD, lse_TH)
+            ctx.index, ctx.readers, ctx.scale, ctx.window = index, readers, scale, window
+        return out_THD
+
+    @staticmethod
+    def backward(ctx, grad_THD):
+        q_THD, k_SGD, v_SGD, out_THD, lse_TH = ctx.saved_tensors
+        if lse_TH is None:
+            grads = reference.attention_backward(grad_THD, q_THD, k_SGD, v_SGD, *ctx.index, ctx.scale, ctx.window)
+        else:
+            grads = native.attention_backward(
+                grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, ctx.index, ctx.readers(), ctx.scale, ctx.window
+            )
+        return *(grad.to(q_THD.dtype) for grad in grads), None, None, None, None
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_D, eps):
+        out_TD, inverse_T = native.rms_norm(x_TD, weight_D, eps, with_inverse=any(ctx.needs_input_grad[:2]))
+        ctx.save_for_backward(x_TD, weight_D, inverse_T)
+        return out_TD
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        x_TD, weight_D, inverse_T = ctx.saved_tensors
+        normed = x_TD.float() * inverse_T[:, None]
+        grad = grad_TD.float()
+        weighted = grad * weight_D.float()
+        dx = (weighted - normed * (weighted * normed).mean(1, keepdim=True)) * inverse_T[:, None]
+        return dx.to(x_TD.dtype), (grad * normed).sum(0).to(weight_D.dtype), None
+
+
+class Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_THD, cos_TD, sin_TD):
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return native.rope(x_THD, cos_TD, sin_TD, sign=1.0)
+
+    @staticmethod
+    def backward(ctx, grad_THD):
+        cos_TD, sin_TD = ctx.saved_tensors
+        return native.rope(grad_THD.contiguous(), cos_TD, sin_TD, sign=-1.0), None, None
+
+
+class SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_TF, up_TF):
+        ctx.save_for_backward(gate_TF, up_TF)
+        return native.silu_mul(gate_TF, up_TF)
+
+    @staticmethod
+    def backward(ctx, grad_TF):
+        gate_TF, up_TF = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate_TF.float())
+        silu = gate_TF * sigmoid
+        grad = grad_TF.float()
+        dgate = grad * up_TF * (sigmoid + silu * (1 - sigmoid))
+        return dgate.to(gate_TF.dtype), (grad * silu).to(up_TF.dtype)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Log-probability of one target a row, chunked over rows; the backward pass makes the logits again."""
+
+    @staticmethod
+    def forward(ctx, hidden_TD, head_VD, targets_T, temperature_T, project, chunk):
+        logprobs, entropies = [], []
+        for begin in range(0, hidden_TD.shape[0], chunk):
+            rows = slice(begin, begin + chunk)
+            logp = row_logprobs(project(hidden_TD[rows], head_VD), temperature_T[rows])
+            logprobs.append(logp.gather(1, targets_T[rows, None])[:, 0])
+            entropies.append(-(logp.exp() * logp).sum(1))
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T)
+        ctx.project, ctx.chunk = project, chunk
+        empty = hidden_TD.new_empty(0, dtype=torch.float32)
+        entropy_T = torch.cat(entropies) if entropies else empty
+        ctx.mark_non_differentiable(entropy_T)
+        return (torch.cat(logprobs) if logprobs else empty), entropy_T
+
+    @staticmethod
+    def backward(ctx, grad_T, _):
+        hidden_TD, head_VD, targets_T, temperature_T = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        dhead = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for begin in range(0, hidden_TD.shape[0], ctx.chunk):
+            rows = slice(begin, begin + ctx.chunk)
+            logp = row_logprobs(ctx.project(hidden_TD[rows], head_VD), temperature_T[rows])
+            scaled = (grad_T[rows] / temperature_T[rows])[:, None]
+            dlogits = logp.exp_().mul_(-scaled)
+            dlogits.scatter_add_(1, targets_T[rows, None], scaled)
+            dlogits = dlogits.to(hidden_TD.dtype)
+            if dhidden is not None:
+                dhidden[rows] = dlogits @ head_VD
+            if dhead is not None:
+                dhead += dlogits.T @ hidden_TD[rows]
+        return dhidden, dhead.to(head_VD.dtype) if dhead is not None else None, None, None, None, None
+
+
+def row_logprobs(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
+    """Log-probabilities of float32 logits at each row's temperature."""
+    return torch.log_softmax(logits_TV / temperature_T[:, None], dim=1)

@@ -1,0 +1,1 @@
+"""Implementations by platform."""

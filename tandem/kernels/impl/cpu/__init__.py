@@ -1,0 +1,1 @@
+"""CPU kernels in C, built at first use."""

@@ -1,0 +1,68 @@
+"""Builds the CPU kernels at first use and loads them.
+
+Owns: the compiler call and its cache entry, keyed by source, compiler, flags and processor. The library is linked
+without an OpenMP runtime of its own: its calls resolve to the one that PyTorch has loaded, because two pools of
+threads on the same cores spin against each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from tandem.core.cache import cache_folder, make_folder
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
+COMPILE_TIMEOUT_S = 120
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded kernels; None where there is no C compiler or no OpenMP runtime to join (the PyTorch reference
+    does the work then). Broken source is an error, not a fallback."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    runtime = _openmp_runtime()
+    if compiler is None or runtime is None:
+        return None
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(_built(compiler) / "kernels.so"), mode=os.RTLD_NOW)
+
+
+def _built(compiler: str) -> Path:
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=True).stdout
+    key = hashlib.sha256(SOURCE.read_bytes() + version + " ".join(FLAGS).encode() + _processor()).hexdigest()[:16]
+
+    def build(folder: Path) -> None:
+        unit = folder / "kernels.o"
+        for command in (
+            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unit)],
+            [compiler, "-shared", str(unit), "-o", str(folder / "kernels.so"), "-lm"],
+        ):
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+        unit.unlink()
+
+    return make_folder(cache_folder("kernels") / key, build)
+
+
+def _openmp_runtime() -> str | None:
+    """Path of the OpenMP runtime that this process (PyTorch) has loaded."""
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        return None
+    found = re.search(r"(/\S*libgomp\S*\.so\S*)", maps.read_text())
+    return found[1] if found else None
+
+
+def _processor() -> bytes:
+    """What ``-march=native`` depends on: a cache folder on a shared home may meet another processor."""
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return b""
+    return "".join(sorted(set(re.findall(r"^(?:model name|flags)\s*:.*$", info.read_text(), re.M)))).encode()

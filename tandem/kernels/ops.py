@@ -1,0 +1,137 @@
+"""The op table: one set of operations for sampler and trainer.
+
+Owns: dispatch by device and capability, and the numerics switch. ``exact``: every row's bits depend on its own
+inputs only, so what the sampler reports is what the trainer computes. ``fast``: stock projections without the
+padding and packing that exactness needs.
+Shapes: tokens are packed, T rows; S key slots; H query heads in G groups of D dimensions; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tandem.core.errors import EngineError
+from tandem.kernels import functions
+from tandem.kernels.impl.cpu import native
+
+# Fewest rows for which a CPU projection gives a row the same bits as in any larger batch (measured on AVX-512
+# machines; ``engine`` proves it at start-up): a matrix-vector product takes another road.
+SAFE_ROWS = {torch.bfloat16: 2, torch.float32: 16}
+PACK_ROWS = 64  # above this many rows packing a weight gains nothing
+
+
+@dataclass(frozen=True)
+class KeyIndex:
+    """Which keys each row attends to: row t sees, in order, ``slots_L[starts_T[t] : starts_T[t] + counts_T[t]]``."""
+
+    slots_L: Tensor  # int32
+    starts_T: Tensor  # int64
+    counts_T: Tensor  # int32
+    _readers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def readers(self, num_slots: int, window: int) -> tuple[Tensor, Tensor]:
+        """The index turned round: the rows that list each slot (int32), in order, and where each slot's rows
+        begin (int64, ``num_slots + 1``)."""
+        if window not in self._readers:
+            counts = self.counts_T.long()
+            seen = counts.clamp(max=window) if window else counts
+            rows = torch.repeat_interleave(torch.arange(len(counts)), seen)
+            before = torch.cumsum(seen, 0) - seen
+            places = torch.arange(len(rows)) - before[rows] + (self.starts_T + counts - seen)[rows]
+            slots = self.slots_L[places].long()
+            order = torch.argsort(slots, stable=True)
+            starts = torch.zeros(num_slots + 1, dtype=torch.int64)
+            torch.cumsum(torch.bincount(slots, minlength=num_slots), 0, out=starts[1:])
+            self._readers[window] = rows[order].int(), starts
+        return self._readers[window]
+
+
+class Ops:
+    """Operations for one device and one kind of numerics."""
+
+    def __init__(self, numerics: str, device: torch.device | str) -> None:
+        if numerics not in ("exact", "fast"):
+            raise EngineError(f"unknown numerics {numerics!r}", hint="exact or fast")
+        self.numerics = numerics
+        self.device = torch.device(device)
+        # Packed copies for few-row inference, keyed by weight; remade when the weight has changed since.
+        self._packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``."""
+        rows = x_TK.shape[0]
+        if self.numerics == "fast" or self.device.type != "cpu" or rows == 0:
+            return F.linear(x_TK, weight_NK, bias_N)
+        if x_TK.dtype is torch.bfloat16 and rows <= PACK_ROWS and not torch.is_grad_enabled():
+            padded = F.pad(x_TK, (0, 0, 0, 1)) if rows == 1 else x_TK
+            packed = self._packed_of(weight_NK)
+            out = torch.ops.mkldnn._linear_pointwise(padded, packed, None, "none", [], "")[:rows]
+            return out if bias_N is None else out + bias_N
+        least = SAFE_ROWS.get(x_TK.dtype, 1)
+        out = F.linear(F.pad(x_TK, (0, 0, 0, least - rows)), weight_NK)[:rows] if rows < least else F.linear(
+            x_TK, weight_NK
+        )
+        return out if bias_N is None else out + bias_N
+
+    def attention(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, keys: KeyIndex, scale: float, window: int = 0
+    ) -> Tensor:
+        """Softmax attention of each row over the keys that ``keys`` lists for it (the last ``window`` of them, if
+        it is not 0). Returns ``[T, H, D]``."""
+        index = (keys.slots_L, keys.starts_T, keys.counts_T)
+        num_slots = k_SGD.shape[0]
+        return functions.Attention.apply(
+            q_THD, k_SGD, v_SGD, index, lambda: keys.readers(num_slots, window), scale, window
+        )
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """``x / rms(x) * weight``, in float32 up to the rounding before the weight."""
+        if native.supports(x_TD) and x_TD.dtype is weight_D.dtype:
+            return functions.RMSNorm.apply(x_TD, weight_D, eps)
+        x = x_TD.float()
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype) * weight_D
+
+    def silu_mul(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+        """``silu(gate) * up``."""
+        if native.supports(gate_TF) and gate_TF.stride() == up_TF.stride():
+            return functions.SiluMul.apply(gate_TF, up_TF)
+        return F.silu(gate_TF) * up_TF
+
+    def rope(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """Rotary embedding; both halves of a head turn by the same angles, float32 ``[T, D]``."""
+        if native.supports(x_THD):
+            return functions.Rope.apply(x_THD, cos_TD, sin_TD)
+        x = x_THD.float()
+        first, second = x.chunk(2, dim=2)
+        turned = torch.cat((-second, first), dim=2)
+        return (x * cos_TD[:, None] + turned * sin_TD[:, None]).to(x_THD.dtype)
+
+    def logits(self, hidden_TD: Tensor, head_VD: Tensor) -> Tensor:
+        """Float32 logits ``[T, V]``; the projection of sampler and trainer alike."""
+        return self.linear(hidden_TD, head_VD).float()
+
+    def token_logprobs(
+        self,
+        hidden_TD: Tensor,
+        head_VD: Tensor,
+        targets_T: Tensor,
+        temperature_T: Tensor,
+        chunk: int = functions.HEAD_CHUNK,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each row's target at its temperature, and the entropy (no gradient), both float32
+        ``[T]``. Logits exist for ``chunk`` rows at a time."""
+        return functions.TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, self.logits, chunk)
+
+    def _packed_of(self, weight_NK: Tensor) -> Tensor:
+        """The weight in oneDNN's own layout: the same bits out, 1.2 to 2 times as fast for few rows."""
+        version = weight_NK._version
+        kept = self._packed.get(weight_NK)
+        if kept is None or kept[0] != version:
+            kept = version, torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), PACK_ROWS)
+            self._packed[weight_NK] = kept
+        return kept[1]

@@ -1,0 +1,1 @@
+"""The memory of a run: events, blobs, metrics, replay."""

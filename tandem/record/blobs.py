@@ -1,0 +1,50 @@
+"""Content-addressed bytes: a blob's name is the digest of what it holds.
+
+Owns: the ``blobs`` folder of a run. Invariants: a blob appears whole; what ``get`` returns has the digest that was
+asked for, or it raises.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tandem.core.errors import RecordError
+from tandem.core.wire import digest
+
+
+class BlobStore:
+    """Blobs in two levels of folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, data: bytes) -> str:
+        """Store bytes under their digest; storing them again costs a look."""
+        name = digest(data)
+        target = self._path(name)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, scratch = tempfile.mkstemp(dir=target.parent, prefix=".new-")
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            os.replace(scratch, target)
+        return name
+
+    def get(self, name: str) -> bytes:
+        """The bytes of a digest.
+
+        Raises:
+            RecordError: no such blob, or its bytes are not what they were.
+        """
+        try:
+            data = self._path(name).read_bytes()
+        except OSError as error:
+            raise RecordError(f"blob {name} is missing from {self._folder}") from error
+        if digest(data) != name:
+            raise RecordError(f"blob {name} in {self._folder} was changed")
+        return data
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name[:2] / name
