@@ -10,12 +10,15 @@ import csv
 import difflib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
-from tandem.core.errors import ConfigError, PluginError, boundary
+import msgspec
+
+from tandem.core.errors import ConfigError, boundary
 from tandem.core.types import Message, Role, Task
 from tandem.core.wire import derive_seed
 
@@ -100,14 +103,14 @@ def _read_rows(path: Path) -> list[dict[str, object]]:
     with boundary(ConfigError, f"{path} cannot be read"):
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".csv":
-            rows = list(csv.DictReader(text.splitlines(keepends=True)))
+            found: object = list(csv.DictReader(text.splitlines(keepends=True)))
         elif path.suffix == ".json":
-            rows = json.loads(text)
+            found = json.loads(text)
         else:
-            rows = [_json_line(line, f"{path}:{n}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            found = [_json_line(line, f"{path}:{n}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
         raise ConfigError(f"{path}: not a list of rows with named columns, or empty")
-    return rows
+    return cast(list[dict[str, object]], found)
 
 
 def _json_line(line: str, place: str) -> object:
@@ -132,13 +135,12 @@ def _row_task(row: Mapping[str, object], columns: dict[str, str], system: str, p
 
     with boundary(ConfigError, f"{place}: its messages or files have the wrong form"):
         if has("messages"):
-            given = take("messages")
-            messages = [Message(role=Role(each["role"]), content=each["content"]) for each in _listed(given)]
+            messages = msgspec.convert(take("messages"), list[Message])
         else:
             messages = [Message(role=Role.USER, content=str(take("prompt")))]
         if system:
             messages.insert(0, Message(role=Role.SYSTEM, content=system))
-        files = {str(name): str(text) for name, text in dict(take("files")).items()} if has("files") else {}
+        files = msgspec.convert(take("files"), dict[str, str]) if has("files") else {}
     used = {columns.get(name, name) for name in RESERVED} | set(columns.values())
     private = {name: value for name, value in row.items() if name not in used}
     private |= {name: take(name) for name in columns if name not in RESERVED}
@@ -148,9 +150,3 @@ def _row_task(row: Mapping[str, object], columns: dict[str, str], system: str, p
         files=files,
         private=private,
     )
-
-
-def _listed(value: object) -> Sequence[Mapping[str, str]]:
-    if not isinstance(value, list):
-        raise PluginError("messages is not a list")
-    return value

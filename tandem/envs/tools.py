@@ -77,8 +77,9 @@ class Tool:
             if available[name] is None:
                 raise PluginError(f"tool {call.name} wants a box, but the environment has template=None")
             arguments[name] = available[name]
+        deadline = asyncio.timeout(time_s + GRACE_S)
         try:
-            async with asyncio.timeout(time_s + GRACE_S) as deadline:
+            async with deadline:
                 output = await self.function(**arguments)
         except SandboxError:
             raise  # the box is lost, whatever the clock says

@@ -106,8 +106,9 @@ async def run_attempt(attempt: Attempt, around: Surroundings) -> Episode:
     box: Sandbox | None = None
     try:
         limits = around.limits_of(attempt.task)
+        deadline = asyncio.timeout(limits.episode_time_s)
         try:
-            async with asyncio.timeout(limits.episode_time_s) as deadline:
+            async with deadline:
                 box = await _lease(attempt.task, around, progress)
                 await _work(attempt, around, limits, box, progress)
         except TimeoutError:
@@ -163,7 +164,7 @@ async def _work(
     )
     progress.turns = session.turns
     try:
-        stop_reason = await workflow.run(session)
+        stop_reason: object = await workflow.run(session)  # of a user, who may have forgotten to return one
     except EpisodeOver as over:
         stop_reason = over.stop_reason
     if not isinstance(stop_reason, StopReason):

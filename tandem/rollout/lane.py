@@ -65,7 +65,7 @@ class _Making:
     group_id: str
     task: Task
     cause: int = -1
-    episodes: dict[int, Episode] = field(default_factory=dict)  # by index; the last attempt
+    episodes: dict[int, Episode] = field(default_factory=dict[int, Episode])  # by index; the last attempt
 
 
 class Lane:

@@ -78,7 +78,7 @@ class _Group:
     task_id: str | None = None  # None: the task is being made
     begun: bool = False
     finished: bool = False
-    episodes: list[_Episode] = field(default_factory=list)
+    episodes: list[_Episode] = field(default_factory=list[_Episode])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

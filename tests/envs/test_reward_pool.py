@@ -1,7 +1,10 @@
 """Rewards in killable processes: case 10, typed ends, no process left."""
 
 import asyncio
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from rewards_for_tests import (
@@ -118,3 +121,44 @@ def test_weighted_sum_and_missing_scores():
     assert value is None and failure is not None and failure.kind is FailureKind.REWARD_MISSING
     measured_only = wire.decode(wire.encode(missing), type(missing))
     assert total([good, type(missing)(name="m", value=None, weight=0.0, failure=measured_only.failure)]) == (1.0, None)
+
+
+def test_a_killed_parent_takes_its_stuck_workers_along():
+    program = """
+import asyncio, sys
+from rewards_for_tests import stuck_in_native_code
+from tandem.core.types import Episode, Task
+from tandem.envs.reward import Reward
+from tandem.envs.reward_pool import RewardPool
+async def main():
+    pool = RewardPool(size=1)
+    made = Episode(id="e", task_id="t", group_id="g", index=0, attempt=0, seed=0, turns=())
+    task = Task(id="t", messages=())
+    call = asyncio.create_task(pool.call(Reward(stuck_in_native_code).reference, made, task, time_s=99))
+    while not pool._busy:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    print(next(iter(pool._busy)).process.pid, flush=True)
+    await call
+asyncio.run(main())
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    )
+    try:
+        worker = int(parent.stdout.readline())
+        assert Path(f"/proc/{worker}").exists()
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 5
+    while _alive(worker):
+        assert time.monotonic() < deadline, f"worker {worker} outlived its parent"
+        time.sleep(0.02)
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
