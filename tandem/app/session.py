@@ -19,11 +19,11 @@ from tandem.algorithms.spec import resolve
 from tandem.app.build import Parts
 from tandem.app.preflight import demonstrations
 from tandem.config.sections.algorithm import AlgorithmSection
-from tandem.core.events import EngineReported, EvaluationFinished
+from tandem.core.events import EngineReported
 from tandem.core.protocols import EventSink
 from tandem.core.types import Sample, WeightVersion
 from tandem.core.wire import derive_seed
-from tandem.engine.train.checkpoint import CheckpointStore, has_checkpoint
+from tandem.engine.train.checkpoint import CheckpointStore, complete_steps
 from tandem.engine.train.score import Scorer, frozen_copy
 from tandem.engine.train.step import LocalTrainEngine
 from tandem.models.saver import save_model
@@ -50,7 +50,7 @@ class TrainingSession:
     async def run(self) -> Path:
         """Run every phase that is not done yet; returns the exported model folder."""
         recipe, parts = self._parts.recipe, self._parts
-        fresh = not has_checkpoint(self._checkpoints)
+        fresh = not complete_steps(self._checkpoints)
         if fresh:
             await self._evaluate(BEFORE, 0)
             if recipe.warmup.steps:

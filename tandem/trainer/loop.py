@@ -146,13 +146,14 @@ class TrainingLoop:
         last = step == self._section.steps or self._stopping
         every = self._section.checkpoint_every
         if last or (every and step % every == 0):
-            await self._save(step, cause)
+            await self.save(step, cause)
         await self._to.on_version(version)
         every = self._section.eval_every
         if step == self._section.steps or (every and step % every == 0):
             await self._to.evaluate(step)
 
-    async def _save(self, step: int, cause: int) -> None:
+    async def save(self, step: int, cause: int = -1) -> None:
+        """Write a checkpoint of ``step``; no step may be running."""
         started = time.perf_counter()
         extra = {**self._to.extra(), "loop": self.state()}
         path = await asyncio.to_thread(self._to.store.save, step, extra)

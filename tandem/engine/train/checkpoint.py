@@ -94,8 +94,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
-        found = [int(path.name.removeprefix("step-")) for path in self._folder.glob("step-*")]
-        return sorted(step for step in found if self._manifest(step) is not None)
+        return complete_steps(self._folder)
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -108,7 +107,7 @@ class CheckpointStore:
         Raises:
             RecordError: there is no such checkpoint, or a byte of it is not as saved.
         """
-        folder, manifest = self._folder / _name(step), self._manifest(step)
+        folder, manifest = self._folder / _name(step), _manifest(self._folder / _name(step))
         if manifest is None:
             raise RecordError(
                 f"no complete checkpoint of step {step} in {self._folder}", hint=f"there are: {self.steps() or 'none'}"
@@ -145,18 +144,24 @@ class CheckpointStore:
         (self._folder / _name(step)).rename(doomed)
         shutil.rmtree(doomed)
 
-    def _manifest(self, step: int) -> dict[str, dict[str, object]] | None:
-        """The files of a complete checkpoint: the manifest reads, and every file is there in full length."""
-        folder = self._folder / _name(step)
-        try:
-            manifest = json.loads((folder / MANIFEST).read_text())
-            files = manifest["files"]
-            whole = manifest["format"] == FORMAT and all(
-                (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
-            )
-        except (OSError, ValueError, KeyError):
-            return None
-        return files if whole else None
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of all complete checkpoints in a folder (which need not exist), oldest first."""
+    found = [path for path in folder.glob("step-*") if _manifest(path) is not None]
+    return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, object]] | None:
+    """The files of a complete checkpoint: the manifest reads, and every file is there in full length."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = manifest["files"]
+        whole = manifest["format"] == FORMAT and all(
+            (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    return files if whole else None
 
 
 def _name(step: int) -> str:

@@ -65,4 +65,4 @@ def _processor() -> bytes:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return b""
-    return "".join(sorted(set(re.findall(r"^(?:model name|flags)\s*:.*$", info.read_text(), re.M)))).encode()
+    return "".join(sorted(set(re.findall(r"^(?:model name|flags)\s*:.*$", info.read_text(), re.MULTILINE)))).encode()
