@@ -82,8 +82,9 @@ class RolloutDriver:
             await self._rewards.close()
 
     # ---- training
-    def start(self, version: WeightVersion) -> None:
-        """Begin making groups for training under ``version`` (``version.step``: optimizer steps done so far)."""
+    def start(self, version: WeightVersion, *, last_step: int | None = None) -> None:
+        """Begin making groups for training under ``version`` (``version.step``: optimizer steps done so far), as
+        many as the steps to ``last_step`` need."""
         assert self._training is None
         section = self._section
         rules = SchedulerRules(
@@ -94,6 +95,7 @@ class RolloutDriver:
             retries=section.retries,
             in_order=self._in_order,
             max_dropped_in_row=max(16, 4 * section.groups_per_step),
+            last_step=last_step,
         )
         plan = LanePlan(
             task_at=lambda position: self._environment.task(self._seed, position),

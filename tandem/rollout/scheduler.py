@@ -44,7 +44,8 @@ from tandem.rollout.commands import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerRules:
     """``in_order`` delivers by position; ``keep_failed`` delivers groups without any reward too (evaluations);
-    ``max_dropped_in_row`` groups dropped without one finished end the run."""
+    ``max_dropped_in_row`` groups dropped without one finished end the run; no group is admitted that only a step
+    after ``last_step`` could train on."""
 
     group_size: int
     groups_per_step: int
@@ -54,6 +55,7 @@ class SchedulerRules:
     in_order: bool = False
     keep_failed: bool = False
     max_dropped_in_row: int = 32
+    last_step: int | None = None
 
 
 class EpisodeState(enum.StrEnum):
@@ -284,7 +286,10 @@ class Scheduler:
             group.episodes[index].state = EpisodeState.RUNNING
             self._running += 1
             out.append(StartEpisode(position, index, group.episodes[index].attempt))
-        limit = (self._step + self.rules.staleness + 1) * self.rules.groups_per_step
+        steps = self._step + self.rules.staleness + 1
+        if self.rules.last_step is not None:
+            steps = min(steps, self.rules.last_step)
+        limit = steps * self.rules.groups_per_step
         being_made = sum(each.task_id is None for each in self._groups.values())
         free = self.rules.max_concurrent - self._running - len(self._queue) - being_made * self.rules.group_size
         while self._kept < limit and free > 0:

@@ -194,6 +194,14 @@ def test_staleness_lets_rollout_run_ahead_by_admission():
     assert [command.position for command in scheduler.handle(StepPublished(1))] == [6, 7]
 
 
+def test_no_group_is_begun_that_no_step_would_train_on():
+    scheduler = Scheduler(ordinary(staleness=2, max_concurrent=100, last_step=4))
+    assert len(scheduler.start()) == 6
+    assert [command.position for command in scheduler.handle(StepPublished(1))] == [6, 7]
+    assert scheduler.handle(StepPublished(2)) == scheduler.handle(StepPublished(4)) == []
+    assert Scheduler(ordinary(last_step=3), step=3).start() == []
+
+
 def finish(scheduler, position, group_size=2):
     out = []
     for index in range(group_size):
