@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
-#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -78,6 +77,12 @@ static void kill_command(struct command *command, int flag) {
     kill(command->shim, SIGKILL);
 }
 
+static bool is_shim(pid_t pid) {
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].exited && commands[i].shim == pid) return true;
+    return false;
+}
+
 /* Ends everything that belongs to no running command. */
 static void kill_strays(void) {
     pid_t shims[MAX_COMMANDS];
@@ -108,17 +113,6 @@ static void reap(void) {
     if (strays) kill_strays();
 }
 
-/* Work left in the background may fill the box (a fork bomb does); then it has to make room for the next command. */
-static void make_room(void) {
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_NPROC, &limit) || tree_count() + 4 < limit.rlim_cur) return;
-    kill_strays();
-    for (int tries = 0; tries < 50 && tree_count() + 4 >= limit.rlim_cur; tries++) {
-        reap();
-        usleep(1000);
-    }
-}
-
 /* ---- messages from the supervisor */
 static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_user) {
     struct command *command = NULL;
@@ -127,10 +121,15 @@ static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_u
     struct command none = { 0 };
     if (!command) command = &none;
     *command = (struct command){ .used = true, .id = id, .pipe = { -1, -1 }, .input = -1, .started_us = now_us() };
-    errno = EAGAIN;
-    make_room();
-    if (command != &none && command_start(command, c, work_id, switch_user)) return;
-    const char *reason = strerror(errno);
+    int error = EAGAIN;
+    for (int tries = 0; command != &none && error == EAGAIN && tries < 25; tries++) {
+        if (command_start(command, c, work_id, switch_user)) return;
+        if ((error = errno) != EAGAIN) break;
+        kill_strays(); /* the box is full of what was left in the background */
+        usleep(2000);
+        reap();
+    }
+    const char *reason = strerror(error);
     emit(STDERR, id, reason, strlen(reason));
     command->code = 126;
     command->flags = NOT_STARTED;
@@ -333,6 +332,7 @@ void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes
     sigprocmask(SIG_SETMASK, &mask, NULL);
     sigemptyset(&mask);
     sigaddset(&mask, SIGCHLD);
+    sigaddset(&mask, SIGUSR1); /* from a shim that found the box full */
     int signals = signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK);
     sock = fd;
     uint8_t hello[4];
@@ -352,7 +352,9 @@ void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes
         }
         for (size_t i = 2; i < count; i++) serve(&sources[i], owners[i]);
         struct signalfd_siginfo info;
-        while (read(signals, &info, sizeof info) > 0) { }
+        bool full = false;
+        while (read(signals, &info, sizeof info) > 0) full = full || (info.ssi_signo == SIGUSR1 && is_shim(info.ssi_pid));
+        if (full) kill_strays();
         reap();
         finish();
         if (watch_bytes) watch_memory(watch_bytes);

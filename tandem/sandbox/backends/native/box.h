@@ -70,7 +70,6 @@ void command_close(struct command *command);
 struct process { pid_t pid, parent; uint64_t anonymous_bytes; };
 enum { MAX_PROCESSES = 4096 };
 size_t tree_scan(struct process *into, bool memory);          /* all but pid 1 */
-size_t tree_count(void);                                      /* the same, only counted */
 bool tree_within(const struct process *all, size_t count, pid_t pid, pid_t root);
 void tree_kill(pid_t root);                                   /* every descendant; the root itself stays */
 void tree_kill_strays(const pid_t *shims, size_t num_shims);  /* children of pid 1 that are no shims, and below */

@@ -41,10 +41,14 @@ static bool read_strings(struct cursor *c, char **into) {
     return !c->bad;
 }
 
-static void complain(const char *what, const char *name) {
-    char text[512];
-    int length = snprintf(text, sizeof text, "box: %s%s%s: %s\n", what, *name ? " " : "", name, strerror(errno));
-    if (write(2, text, length < (int)sizeof text ? length : (int)sizeof text - 1) < 0) return;
+/* Written by the child between vfork and exec, in the memory it shares with the shim. */
+static volatile int failed_errno;
+static const char *volatile failed_step;
+
+static void give_up(const char *step) {
+    failed_errno = errno;
+    failed_step = step;
+    _exit(126);
 }
 
 /* Own identity, no powers, default signals; then the program or the file operation. */
@@ -57,44 +61,51 @@ static void become_command(void) {
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0); /* so that the next line may write its own file; exec sets it anyway */
     write_file("/proc/self/oom_score_adj", "500", 3);
     setpriority(PRIO_PROCESS, 0, 0);
-    if (plan.switch_user) {
-        if (syscall(__NR_setresgid, plan.work_id, plan.work_id, plan.work_id) ||
-            syscall(__NR_setresuid, plan.work_id, plan.work_id, plan.work_id)) {
-            complain("cannot become the box's user", "");
-            _exit(126);
-        }
-    }
+    if (plan.switch_user && (syscall(__NR_setresgid, plan.work_id, plan.work_id, plan.work_id) ||
+                             syscall(__NR_setresuid, plan.work_id, plan.work_id, plan.work_id)))
+        give_up("become the box's user");
 }
 
 static void run_program(void) {
-    if (chdir(plan.folder)) {
-        complain("cannot enter", plan.folder);
-        _exit(126);
-    }
+    if (chdir(plan.folder)) give_up(plan.folder);
     const char *path = "/usr/local/bin:/usr/bin:/bin";
     for (char **entry = plan.envp; *entry; entry++)
         if (!strncmp(*entry, "PATH=", 5)) path = *entry + 5;
     setenv("PATH", path, 1); /* execvpe searches the caller's PATH */
     execvpe(plan.argv[0], plan.argv, plan.envp);
-    int error = errno;
-    complain("cannot run", plan.argv[0]);
-    _exit(error == ENOENT ? 127 : 126);
+    give_up(plan.argv[0]);
 }
 
-static void shim(void) {
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
-    prctl(PR_SET_NAME, "box-shim");
-    setsid();
+static pid_t try_start(void) {
+    failed_errno = 0;
+    failed_step = "start the command";
     pid_t child = vfork(); /* shares this process's memory until exec: nothing here is needed afterwards */
     if (child == 0) {
         setsid();
         become_command();
         run_program();
     }
+    if (child < 0) failed_errno = errno;
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0); /* the child had to lift it, in our shared memory */
+    if (child > 0 && failed_errno) waitpid(child, NULL, 0);
+    return failed_errno ? -1 : child;
+}
+
+static void shim(void) {
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    prctl(PR_SET_NAME, "box-shim");
+    setsid();
+    pid_t child;
+    for (int tries = 0; (child = try_start()) < 0 && failed_errno == EAGAIN && tries < 40; tries++) {
+        kill(1, SIGUSR1); /* the box is full: the agent ends what was left in the background */
+        usleep(5000);
+    }
     if (child < 0) {
-        complain("cannot start the command", "");
-        _exit(126);
+        char text[512];
+        int length = snprintf(text, sizeof text, "box: %s: %s\n", failed_step, strerror(failed_errno));
+        if (length >= (int)sizeof text) length = sizeof text - 1;
+        if (write(2, text, length) < 0) _exit(125);
+        _exit(failed_errno == ENOENT && failed_step == plan.argv[0] ? 127 : 126);
     }
     for (int fd = 0; fd < 3; fd++) close(fd);
     for (;;) {

@@ -42,15 +42,6 @@ size_t tree_scan(struct process *into, bool memory) {
     return count;
 }
 
-size_t tree_count(void) {
-    DIR *folder = opendir("/proc");
-    size_t count = 0;
-    struct dirent *entry;
-    while (folder && (entry = readdir(folder))) count += isdigit((unsigned char)entry->d_name[0]) != 0;
-    if (folder) closedir(folder);
-    return count ? count - 1 : 0;
-}
-
 static const struct process *find(const struct process *all, size_t count, pid_t pid) {
     for (size_t i = 0; i < count; i++)
         if (all[i].pid == pid) return &all[i];
