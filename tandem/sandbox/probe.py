@@ -25,22 +25,19 @@ OLDEST_KERNEL = (5, 14)  # mount_setattr, clone3 into a cgroup, close_range, pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """``needed``: there are no boxes without it; otherwise something weaker takes its place, as ``detail`` says."""
+    """``ok`` False: there are no boxes without it. None: it is absent, and ``detail`` says what takes its place."""
 
-    name: str
-    ok: bool
+    feature: str
+    ok: bool | None
     detail: str
     remedy: str = ""
-    needed: bool = True
 
 
-async def probe(*, cache: Path | None = None) -> list[Feature]:
-    """Look at everything, last of all at a real box. Takes well under a second once the program is compiled."""
-    loop = asyncio.get_running_loop()
-    features = [_kernel(), _namespaces(), _seccomp(), await loop.run_in_executor(None, _program, cache)]
-    features += [_ids(), *await loop.run_in_executor(None, _groups)]
-    features.append(await _box(cache))
-    return features
+def probe(*, cache: Path | None = None) -> list[Feature]:
+    """Look at everything, last of all at a real box. Takes well under a second once the program is compiled. Runs an
+    event loop of its own: call it from a thread that has none."""
+    features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups()]
+    return [*features, asyncio.run(_box(cache))]
 
 
 def _kernel() -> Feature:
@@ -49,7 +46,7 @@ def _kernel() -> Feature:
     good = platform.system() == "Linux" and numbers >= OLDEST_KERNEL
     oldest = ".".join(map(str, OLDEST_KERNEL))
     return Feature(
-        name="kernel", ok=good, detail=f"{platform.system()} {release}",
+        feature="kernel", ok=good, detail=f"{platform.system()} {release}",
         remedy="" if good else f"Linux {oldest} or newer",
     )
 
@@ -70,7 +67,7 @@ def _namespaces() -> Feature:
     if os.geteuid() != 0 and _sysctl("kernel.apparmor_restrict_unprivileged_userns") == "1":
         wrong.append("kernel.apparmor_restrict_unprivileged_userns=0")
     return Feature(
-        name="user namespaces",
+        feature="user namespaces",
         ok=not wrong,
         detail="switched off" if wrong else "as root" if os.geteuid() == 0 else "as an ordinary user",
         remedy=f"sysctl -w {' '.join(wrong)}, or run as root" if wrong else "",
@@ -80,23 +77,23 @@ def _namespaces() -> Feature:
 def _seccomp() -> Feature:
     actions = _sysctl("kernel.seccomp.actions_avail")
     return Feature(
-        name="seccomp", ok=actions is not None, detail=actions or "not in this kernel",
+        feature="seccomp", ok=actions is not None, detail=actions or "not in this kernel",
         remedy="" if actions else "a kernel with CONFIG_SECCOMP_FILTER",
     )
 
 
 def _program(cache: Path | None) -> Feature:
     try:
-        return Feature(name="native program", ok=True, detail=str(program(cache)))
+        return Feature(feature="native program", ok=True, detail=str(program(cache)))
     except TandemError as error:
-        return Feature(name="native program", ok=False, detail=error.message, remedy=error.hint)
+        return Feature(feature="native program", ok=False, detail=error.message, remedy=error.hint)
 
 
 def _ids() -> Feature:
     if may_map_ranges():
-        return Feature(name="id ranges", ok=True, needed=False, detail="each box has 65536 ids of its own")
+        return Feature(feature="id ranges", ok=True, detail="each box has 65536 ids of its own")
     return Feature(
-        name="id ranges", ok=False, needed=False,
+        feature="id ranges", ok=None,
         detail="one id for all of a box; its user also owns the box's system folders",
         remedy="run as root for stronger separation",
     )
@@ -114,7 +111,7 @@ def _groups() -> list[Feature]:
         for name in CONTROLLERS:
             version = next((2 if group.unified else 1 for group in groups.groups if name in group.controllers), None)
             features.append(Feature(
-                name=f"{name} limit", ok=version is not None, needed=False,
+                feature=f"{name} limit", ok=True if version else None,
                 detail=f"cgroup version {version}" if version else instead[name],
                 remedy="" if version else "run as root, or under systemd-run --user --scope -p Delegate=yes",
             ))
@@ -133,12 +130,12 @@ async def _box(cache: Path | None) -> Feature:
         created_ms = (time.perf_counter() - started) * 1000
         outcome = await box.call(call)
     except TandemError as error:
-        return Feature(name="a box", ok=False, detail=error.message, remedy=error.hint)
+        return Feature(feature="a box", ok=False, detail=error.message, remedy=error.hint)
     finally:
         await backend.close()
     if outcome.stdout.strip() != b"42":
         return Feature(
-            name="a box", ok=False, detail=f"python3 fails in it: {outcome.stderr.decode('utf-8', 'replace')[-500:]}",
+            feature="a box", ok=False, detail=f"python3 fails in it: {outcome.stderr.decode('utf-8', 'replace')[-500:]}",
             remedy="install the system's python3",
         )
-    return Feature(name="a box", ok=True, detail=f"made in {created_ms:.1f} ms; python3 is {backend.python()}")
+    return Feature(feature="a box", ok=True, detail=f"made in {created_ms:.1f} ms; python3 is {backend.python()}")

@@ -7,24 +7,19 @@ never runs an old program. Publication is a rename: concurrent first uses are sa
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from tandem.core.errors import SandboxUnavailable
+from tandem.core.cache import cache_folder
+from tandem.core.errors import SandboxUnavailable, boundary
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
 LINKAGES = (("-static",), ())  # static takes less memory; boxes are made without exec, so either works
 COMPILERS = ("musl-gcc", "gcc", "cc", "clang")
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/tandem`` or ``~/.cache/tandem``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def program(cache: Path | None = None) -> Path:
@@ -37,7 +32,9 @@ def program(cache: Path | None = None) -> Path:
     stamp = hashlib.blake2b(" ".join((platform.machine(), *FLAGS)).encode(), digest_size=8)
     for source in sources:
         stamp.update(source.name.encode() + b"\0" + source.read_bytes())
-    target = (cache or cache_folder()) / f"box-{stamp.hexdigest()}"
+    with boundary(SandboxUnavailable, "no folder for the sandbox's native program", hint="set XDG_CACHE_HOME"):
+        target = (cache or cache_folder("sandbox")) / f"box-{stamp.hexdigest()}"
+        target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
         _compile([str(source) for source in sources if source.suffix == ".c"], target)
     return target
@@ -51,7 +48,6 @@ def _compile(sources: list[str], target: Path) -> None:
             hint="install gcc (Debian: apt install gcc libc6-dev)",
         )
     problems = []
-    target.parent.mkdir(parents=True, exist_ok=True)
     for compiler in compilers:
         for linkage in LINKAGES:
             problem = _try([compiler, *FLAGS, *linkage, *sources], target)
