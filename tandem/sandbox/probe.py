@@ -135,7 +135,8 @@ async def _box(cache: Path | None) -> Feature:
         await backend.close()
     if outcome.stdout.strip() != b"42":
         return Feature(
-            feature="a box", ok=False, detail=f"python3 fails in it: {outcome.stderr.decode('utf-8', 'replace')[-500:]}",
+            feature="a box", ok=False,
+            detail=f"python3 fails in it: {outcome.stderr.decode('utf-8', 'replace')[-500:]}",
             remedy="install the system's python3",
         )
     return Feature(feature="a box", ok=True, detail=f"made in {created_ms:.1f} ms; python3 is {backend.python()}")

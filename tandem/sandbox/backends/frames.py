@@ -72,6 +72,12 @@ def _strings(values: Sequence[str]) -> bytes:
     return struct.pack("<I", len(values)) + b"".join(text(value) for value in values)
 
 
+def pack_steps(steps: Sequence[Step]) -> bytes:
+    return struct.pack("<I", len(steps)) + b"".join(
+        step.kind.encode() + text(step.path) + text(step.argument) + struct.pack("<I", step.mode) for step in steps
+    )
+
+
 def create_message(
     box: int,
     *,
@@ -83,9 +89,9 @@ def create_message(
     data_bytes: int,
     watch_bytes: int,
     cgroups: Iterable[tuple[str, bool, list[tuple[str, str]]]],
-    steps: Sequence[Step],
+    steps: bytes,
 ) -> bytes:
-    """``outer_ids``: first uid, first gid, how many; ``disk``: bytes, inodes."""
+    """``outer_ids``: first uid, first gid, how many; ``disk``: bytes, inodes; ``steps``: from ``pack_steps``."""
     groups = list(cgroups)
     packed = struct.pack("<I", len(groups)) + b"".join(
         text(folder)
@@ -93,10 +99,7 @@ def create_message(
         + b"".join(text(name) + text(value) for name, value in values)
         for folder, unified, values in groups
     )
-    built = struct.pack("<I", len(steps)) + b"".join(
-        step.kind.encode() + text(step.path) + text(step.argument) + struct.pack("<I", step.mode) for step in steps
-    )
     return b"".join((
         b"C", struct.pack("<I", box), text(hostname), struct.pack("<IIII", *outer_ids, work_id),
-        struct.pack("<QQQQQ", *disk, num_processes, data_bytes, watch_bytes), text(packed), text(built),
+        struct.pack("<QQQQQ", *disk, num_processes, data_bytes, watch_bytes), text(packed), text(steps),
     ))

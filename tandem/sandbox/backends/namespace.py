@@ -21,7 +21,7 @@ from tandem.sandbox.backend import Call, Outcome
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import SPARE_PIDS, Cgroups, sweep
 from tandem.sandbox.backends.channel import Channel
-from tandem.sandbox.backends.frames import create_message
+from tandem.sandbox.backends.frames import create_message, pack_steps
 from tandem.sandbox.backends.keeper import Keeper
 from tandem.sandbox.backends.template import WORK_ID, Template, host_template
 
@@ -71,7 +71,7 @@ class NamespaceBackend:
         self._cache = cache
         self._keeper: Keeper | None = None
         self._cgroups: Cgroups | None = None
-        self._templates: dict[str, Template] = {}
+        self._templates: dict[str, tuple[Template, bytes]] = {}
         self._starting = asyncio.Lock()
         self._boxes: dict[int, NamespaceBox] = {}
         self._next = 1
@@ -84,7 +84,7 @@ class NamespaceBackend:
     async def create(self, spec: SandboxSpec, *, timeout_s: float) -> NamespaceBox:
         keeper = await self._ready()
         assert self._cgroups is not None
-        template = self._template(spec.template)
+        template, steps = self._template(spec.template)
         number = self._next
         self._next += 1
         box = NamespaceBox(number, self)
@@ -98,7 +98,7 @@ class NamespaceBackend:
         ours.setblocking(False)
         channel = Channel({**template.environment, **spec.environment}, settle, lambda: self.bury(number))
         try:
-            message = self._message(number, spec, template)
+            message = self._message(number, spec, steps)
             gone = keeper.create(number, message, theirs, settle)
         except BaseException:
             ours.close()
@@ -139,7 +139,7 @@ class NamespaceBackend:
 
     def python(self) -> str:
         """Where the host template's python3 comes from."""
-        return self._template("host").python
+        return self._template("host")[0].python
 
     async def _ready(self) -> Keeper:
         async with self._starting:
@@ -155,14 +155,16 @@ class NamespaceBackend:
             keeper = self._keeper = Keeper.start(image, [str(group.folder) for group in cgroups.groups])
             return keeper
 
-    def _template(self, name: str) -> Template:
+    def _template(self, name: str) -> tuple[Template, bytes]:
+        """A template and its steps as the program reads them."""
         if name != "host":
             raise SandboxUnavailable(f"the namespace backend has no template {name!r}", hint="known: host")
         if name not in self._templates:
-            self._templates[name] = host_template()
+            template = host_template()
+            self._templates[name] = (template, pack_steps(template.steps))
         return self._templates[name]
 
-    def _message(self, number: int, spec: SandboxSpec, template: Template) -> bytes:
+    def _message(self, number: int, spec: SandboxSpec, steps: bytes) -> bytes:
         assert self._cgroups is not None
         limits = spec.limits
         ranged = may_map_ranges()
@@ -179,7 +181,7 @@ class NamespaceBackend:
             data_bytes=0 if has_memory else limits.memory_bytes,
             watch_bytes=0 if has_memory else limits.memory_bytes,
             cgroups=self._cgroups.box_folders(number, limits),
-            steps=template.steps,
+            steps=steps,
         )
 
     def _on_gone(self, number: int, box: NamespaceBox, settle: Callable[[str], None], how: str) -> None:

@@ -169,7 +169,7 @@ static void limit(int resource, uint64_t value, const char *name) {
 static void set_limits(const struct box_spec *spec) {
     limit(RLIMIT_NPROC, spec->num_processes, "processes");
     if (spec->data_bytes) limit(RLIMIT_DATA, spec->data_bytes, "data");
-    limit(RLIMIT_CORE, 0, "core");
+    limit(RLIMIT_CORE, 1, "core"); /* 0 would still feed a host that pipes cores to a program; 1 stops that, too */
     limit(RLIMIT_NOFILE, 4096, "open files");
     limit(RLIMIT_MEMLOCK, 1 << 16, "locked memory");
     limit(RLIMIT_SIGPENDING, 1024, "pending signals");
