@@ -1,7 +1,8 @@
 """Latency of boxes on this machine: ``python benchmarks/sandbox_latency.py [--rounds N]``.
 
-Prints median and minimum in milliseconds of: creation, creation to the end of the first command, a command's round
-trip, a file's round trip, destruction; and of one whole life against bubblewrap's, if that is installed, in turns.
+Prints median and minimum in milliseconds of: creation after a pause and creation to the end of the first command, on
+demand and from the warm pool; a command's round trip, a file's round trip, destruction; and of one whole life against
+bubblewrap's, if that is installed, in turns.
 On a busy machine the minimum is the figure to look at.
 """
 
@@ -46,9 +47,9 @@ class Table:
         return result
 
     def show(self) -> None:
-        print(f"{'ms':<44}{'median':>9}{'minimum':>9}{'n':>6}")
+        print(f"{'ms':<48}{'median':>9}{'minimum':>9}{'n':>6}")
         for name, values in self.times.items():
-            print(f"{name:<44}{statistics.median(values):>9.2f}{min(values):>9.2f}{len(values):>6}")
+            print(f"{name:<48}{statistics.median(values):>9.2f}{min(values):>9.2f}{len(values):>6}")
 
 
 async def life(manager: SandboxManager) -> None:
@@ -59,13 +60,22 @@ async def life(manager: SandboxManager) -> None:
 
 async def measure(rounds: int) -> None:
     table = Table()
-    manager = SandboxManager(SandboxSection(), NoSink())
-    await life(manager)
+    for warm in (0, 2):
+        manager = SandboxManager(SandboxSection(warm=warm), NoSink())
+        await life(manager)
+        for _ in range(rounds):
+            await asyncio.sleep(0.1)
+            started = time.perf_counter()
+            box = await table.time(f"create, {warm} warm", lambda manager=manager: manager.create(SandboxSpec()))
+            await box.commands.run("true", timeout_s=10)
+            table.times.setdefault(f"create to end of first sh -c true, {warm} warm", []).append(
+                (time.perf_counter() - started) * 1000
+            )
+            await box.kill()
+        await manager.close()
+    manager = SandboxManager(SandboxSection(warm=0), NoSink())
     for _ in range(rounds):
-        started = time.perf_counter()
-        box = await table.time("create", lambda: manager.create(SandboxSpec()))
-        await box.commands.run("true", timeout_s=10)
-        table.times.setdefault("create to end of first sh -c true", []).append((time.perf_counter() - started) * 1000)
+        box = await manager.create(SandboxSpec())
         for _ in range(5):
             await table.time("sh -c true", lambda box=box: box.commands.run("true", timeout_s=10))
         await table.time("python3 -c pass", lambda box=box: box.commands.run(["python3", "-c", ""], timeout_s=10))

@@ -1,5 +1,7 @@
 """Boxes made ahead of need: a lease is answered from what is ready, and the gap is filled behind it.
 
+Worth its half megabyte a box: on version 1 cgroups a process enters a group in 15 ms when nobody did so lately (the
+kernel waits for a grace period), and the rest of a creation takes 2 ms.
 Owns: unused boxes of the last wanted spec. Refuses: to lease a box twice; a used box is never cleaned and given out
 again. Invariant: at most ``size`` boxes are idle, and refilling never delays a caller.
 """

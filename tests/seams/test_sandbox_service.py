@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,13 +56,13 @@ class Place:
 
 
 @pytest.fixture(scope="session")
-def cache() -> Path:
+def cache() -> Iterator[Path]:
     """The compiled program, where an ordinary user can read it too."""
-    folder = Path(tempfile.gettempdir()) / f"tandem-test-cache-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
-    folder.chmod(0o755)
-    program(folder)
-    return folder
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        program(folder)
+        yield folder
 
 
 SCENARIOS: dict[str, Callable[[Place], Awaitable[None]]] = {}

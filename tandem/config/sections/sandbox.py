@@ -27,5 +27,5 @@ class SandboxSection(Section):
     """Seconds after which a box is killed, whatever it does."""
     create_timeout_s: float = Field(default=20.0, gt=0)
     """Seconds in which a new box must answer."""
-    warm: int = Field(default=0, ge=0)
-    """Boxes made ahead of need."""
+    warm: int = Field(default=2, ge=0)
+    """Boxes kept ready ahead of need; an idle one takes about half a megabyte."""
