@@ -1,0 +1,73 @@
+"""The reward curve of one or more runs as a picture.
+
+Owns: what is drawn. Refuses: a run without steps. The plotting library is imported here, at the first use: it is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.core.errors import RecordError
+from tandem.record.metrics import TRAIN, RunMetrics, fold
+from tandem.record.replay import read
+
+CURVE = "curve.png"
+
+
+def draw_curve(folder: Path, target: Path | None = None) -> Path:
+    """Draw a run's mean reward by step and its held-out success; returns the file (``curve.png`` in the run folder).
+
+    Raises:
+        RecordError: the run has neither finished a step nor an evaluation.
+    """
+    return draw_curves([folder], target or folder / CURVE)
+
+
+def draw_curves(folders: Sequence[Path], target: Path) -> Path:
+    """Draw several runs into one picture; the suffix of ``target`` (.png, .svg) says which kind."""
+    runs = {folder.name: fold(read(folder)) for folder in folders}
+    if not any(metrics.steps or metrics.evaluations for metrics in runs.values()):
+        raise RecordError(f"nothing to draw: no step is finished in {', '.join(runs)}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (name, metrics) in enumerate(runs.items()):
+        _draw_run(axes, name if len(runs) > 1 else "", metrics, f"C{number}")
+    axes.set_xlabel("reinforcement step")
+    axes.set_ylabel("mean reward, held-out success")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]), top=max(1.02, axes.get_ylim()[1]))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize="small")
+    axes.set_title(", ".join(runs) if len(runs) == 1 else f"{len(runs)} runs", fontsize="medium")
+    figure.savefig(target, dpi=120)
+    return target
+
+
+def _draw_run(axes, name: str, metrics: RunMetrics, color: str) -> None:
+    label = f"{name}: " if name else ""
+    points = [point for point in metrics.phase_steps(TRAIN) if point.reward is not None]
+    if points:
+        axes.plot(
+            [point.step for point in points],
+            [point.reward for point in points],
+            color=color,
+            label=f"{label}reward of the step's episodes",
+        )
+    # The evaluations before reinforcement share step 0; their names tell them apart.
+    evaluations = [event for event in metrics.evaluations if event.success is not None]
+    if evaluations:
+        axes.plot(
+            [event.step for event in evaluations],
+            [event.success for event in evaluations],
+            color=color,
+            marker="o",
+            linestyle="--",
+            label=f"{label}held-out success",
+        )
+        for event in evaluations:
+            axes.annotate(event.name, (event.step, event.success), fontsize="x-small", alpha=0.8,
+                          xytext=(4, 4), textcoords="offset points")  # fmt: skip

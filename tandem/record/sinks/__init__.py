@@ -1,0 +1,1 @@
+"""Where events go besides the log: one file each."""
