@@ -15,6 +15,7 @@ class AlgorithmSection(Section):
     clip_high: float | None = Field(default=None, ge=0)
     """The ratio is clipped above at 1 plus this; unset: the method's own (`grpo`: 0.2, `dapo`: 0.28)."""
     kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty (k3) against the reference, the weights that reinforcement started from; 0: no reference is kept."""
+    """Weight of the KL penalty (k3) against the reference, the weights that reinforcement started from;
+    0: no reference is kept."""
     length_cap: int = Field(default=256, ge=1)
     """The constant answer length, in tokens, that `dr_grpo` divides every answer's loss by."""

@@ -11,7 +11,8 @@ from tandem.config.sections.section import Section
 
 class ModelSection(Section):
     path: str = "smollm2"
-    """Folder of a Hugging Face model, a `.gguf` file, `smollm2` (the installable SmolLM2-135M-Instruct), or `tiny` (a small random model, trained from scratch)."""
+    """Folder of a Hugging Face model, a `.gguf` file, `smollm2` (the installable
+    SmolLM2-135M-Instruct), or `tiny` (a small random model, trained from scratch)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the weights that are served and differentiated; the optimizer keeps float32 masters."""
     device: str = "auto"

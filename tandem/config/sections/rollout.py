@@ -13,7 +13,8 @@ class RolloutSection(Section):
     group_size: int = Field(default=8, ge=1)
     """Sibling episodes of one task."""
     staleness: int = Field(default=0, ge=0)
-    """Most weight versions between sampling and training. 0: strictly on-policy; more lets rollout and training overlap."""
+    """Most weight versions between sampling and training. 0: strictly on-policy; more lets rollout and training
+    overlap."""
     max_concurrent_episodes: int = Field(default=64, ge=1)
     """Most episodes in flight."""
     retries: int = Field(default=2, ge=0)
