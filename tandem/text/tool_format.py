@@ -34,6 +34,11 @@ class ToolFormat(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def opening(self) -> str:
+        """What every call begins with; text before it is never part of a call."""
+        ...
+
     def check(self, tools: Sequence[ToolSpec]) -> None:
         """Raise ``ConfigError`` naming a tool that can not be written in this format."""
         ...

@@ -38,6 +38,7 @@ def _find_close(text: str, start: int, fence: str) -> re.Match[str] | None:
 
 class Fence:
     name = "fence"
+    opening = "```"
 
     def check(self, tools: Sequence[ToolSpec]) -> None:
         for tool in tools:

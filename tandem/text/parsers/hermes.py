@@ -41,6 +41,7 @@ def _read(body: str, index: int) -> ToolCall | ToolResult:
 
 class Hermes:
     name = "hermes"
+    opening = _OPEN
 
     def check(self, tools: Sequence[ToolSpec]) -> None:
         """Every JSON schema can be written."""

@@ -1,0 +1,1 @@
+"""HTTP faces over the protocols: what other programs talk to."""
