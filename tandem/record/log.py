@@ -39,7 +39,7 @@ class EventLog:
         self._encoder = msgspec.json.Encoder()
         self._listeners: list[Listener] = []
         self._sequence, self._previous, torn = _tail(self._path)
-        self._file = open(self._path, "ab", buffering=0)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the log)
         if torn:
             self.emit(WarningRaised(where="event log", message=f"a torn last line of {torn} bytes was cut off"))
 
@@ -51,7 +51,12 @@ class EventLog:
         with self._guard:
             sequence = self._sequence
             envelope = Envelope(
-                sequence=sequence, time=time.time(), process=os.getpid(), cause=cause, previous=self._previous, event=event
+                sequence=sequence,
+                time=time.time(),
+                process=os.getpid(),
+                cause=cause,
+                previous=self._previous,
+                event=event,
             )
             line = self._encoder.encode(envelope)
             self._file.write(line + b"\n")
@@ -114,5 +119,6 @@ def _tail(path: Path) -> tuple[int, str, int]:
     try:
         last = msgspec.json.decode(lines[-1], type=Envelope)
     except msgspec.DecodeError as error:
-        raise RecordError(f"{path}: last event is broken: {error}", hint="tandem runs verify names the first bad one") from error
+        hint = "the run cannot be continued; tandem runs show still reads what is whole"
+        raise RecordError(f"{path}: last event is broken: {error}", hint=hint) from error
     return last.sequence + 1, digest(lines[-1]), torn

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tandem.core.events import (
+    AnyEvent,
     CheckpointSaved,
     EngineReported,
     Envelope,
@@ -154,63 +155,83 @@ class RunMetrics:
     def add(self, envelope: Envelope) -> None:
         """Count one event."""
         self.last = envelope.time
-        match envelope.event:
-            case RunStarted() as event:
-                self.run_id, self.started = event.run_id, envelope.time
+        event = envelope.event
+        if not (self._add_run(event, envelope.time) or self._add_step_event(event) or self._add_rollout(event)):
+            self._add_sandbox(event)
+
+    def _add_run(self, event: AnyEvent, time: float) -> bool:
+        match event:
+            case RunStarted():
+                self.run_id, self.started = event.run_id, time
             case RunResumed():
                 self.resumes += 1
                 self.finished, self._step = None, _StepSums()
                 self.in_flight.clear()
                 self._purposes.clear()
-            case RunFinished() as event:
+            case RunFinished():
                 self.finished = event
-            case StepFinished() as event:
-                self._add_step(event)
-            case EngineReported() as event:
-                self._add_engine(event)
-            case EvaluationFinished() as event:
-                self.evaluations.append(event)
-            case CheckpointSaved() as event:
+            case CheckpointSaved():
                 self.checkpoints.append(event)
             case WaitStalled():
                 self.stalls += 1
-            case WarningRaised() as event:
+            case WarningRaised():
                 self.warnings.append(event)
+            case _:
+                return False
+        return True
+
+    def _add_step_event(self, event: AnyEvent) -> bool:
+        match event:
+            case StepFinished():
+                self._add_step(event)
+            case EngineReported():
+                self._add_engine(event)
+            case EvaluationFinished():
+                self.evaluations.append(event)
+            case _:
+                return False
+        return True
+
+    def _add_rollout(self, event: AnyEvent) -> bool:
+        match event:
+            case GroupStarted():
+                self.purpose = self._purposes[event.group_id] = event.purpose
+            case EpisodeStarted():
+                self.in_flight[event.episode_id] = self._purposes.get(event.group_id, TRAIN)
+            case TurnFinished():
+                if self.in_flight.get(event.episode_id, TRAIN) == TRAIN:
+                    self._step.sampled_tokens += event.num_completion_tokens
+            case EpisodeFinished():
+                self._add_episode(event)
+            case ToolFinished():
+                self._add_tool(event)
+            case RewardFinished() if event.failure is not None:
+                self.reward_failures[f"{event.name}: {event.failure}"] += 1
+            case GroupFinished():
+                self._purposes.pop(event.group_id, None)
+            case GroupDropped():
+                self.dropped_groups[event.reason] += 1
+            case TaskRejected():
+                self.rejected_tasks[event.reason] += 1
+            case _:
+                return False
+        return True
+
+    def _add_sandbox(self, event: AnyEvent) -> None:
+        match event:
             case SandboxCreated():
                 self.sandboxes_created += 1
             case SandboxKilled():
                 self.sandboxes_killed += 1
-            case SandboxFailed() as event:
+            case SandboxFailed():
                 self.sandbox_failures[event.error] += 1
-            case _:
-                self._add_rollout(envelope)
 
-    def _add_rollout(self, envelope: Envelope) -> None:
-        match envelope.event:
-            case GroupStarted() as event:
-                self.purpose = self._purposes[event.group_id] = event.purpose
-            case EpisodeStarted() as event:
-                self.in_flight[event.episode_id] = self._purposes.get(event.group_id, TRAIN)
-            case TurnFinished() as event:
-                if self.in_flight.get(event.episode_id, TRAIN) == TRAIN:
-                    self._step.sampled_tokens += event.num_completion_tokens
-            case EpisodeFinished() as event:
-                self._add_episode(event)
-            case ToolFinished() as event:
-                self.tool_calls[event.tool] += 1
-                self._step.tool_calls += 1
-                if event.failure is not None:
-                    self.tool_failures[f"{event.tool}: {event.failure}"] += 1
-                    self._step.tool_failures += 1
-            case RewardFinished() as event:
-                if event.failure is not None:
-                    self.reward_failures[f"{event.name}: {event.failure}"] += 1
-            case GroupFinished() as event:
-                self._purposes.pop(event.group_id, None)
-            case GroupDropped() as event:
-                self.dropped_groups[event.reason] += 1
-            case TaskRejected() as event:
-                self.rejected_tasks[event.reason] += 1
+    def _add_tool(self, event: ToolFinished) -> None:
+        self.tool_calls[event.tool] += 1
+        self._step.tool_calls += 1
+        if event.failure is not None:
+            self.tool_failures[f"{event.tool}: {event.failure}"] += 1
+            self._step.tool_failures += 1
 
     def _add_episode(self, event: EpisodeFinished) -> None:
         self.in_flight.pop(event.episode_id, None)

@@ -199,7 +199,8 @@ class ConsoleSink:
         sums = metrics.episodes.get(TRAIN)
         for title, shares in (("steps", metrics.shares()), ("episodes", sums.shares() if sums else {})):
             if shares:
-                lines.append(Text(f"time of {title}: " + ", ".join(f"{name} {part:.0%}" for name, part in shares.items())))
+                split = ", ".join(f"{name} {part:.0%}" for name, part in shares.items())
+                lines.append(Text(f"time of {title}: {split}"))
         for warning in metrics.warnings[-1:]:
             lines.append(Text(f"warning  {warning.where}: {warning.message}", style="yellow"))
         return Group(*lines)
