@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tandem.core.errors import RecordError
 from tandem.core.wire import decode, encode
 from tandem.engine.train.optimizer import AdamW
 from tandem.engine.train.random_state import random_state, set_random_state
+from tandem.engine.train.tensor_file import write_tensors
 from tandem.engine.weights import PublishedWeights
 
 FORMAT = 1
@@ -70,14 +71,13 @@ class CheckpointStore:
             "random": random_state(),
             "extra": dict(extra),
         }
-        (temporary / "state.bin").write_bytes(encode(state))
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda item: save_file(_storable(item[1]), temporary / item[0]), files.items()))
-            names = sorted(path.name for path in temporary.iterdir())
-            digests = list(pool.map(lambda name: _sync_and_digest(temporary / name), names))
+            written = pool.map(lambda item: write_tensors(temporary / item[0], item[1]), files.items())
+            digests = dict(zip(files, written, strict=True))
+        (temporary / "state.bin").write_bytes(encode(state))
+        digests["state.bin"] = _sync_and_digest(temporary / "state.bin")
         entries = {
-            name: {"bytes": (temporary / name).stat().st_size, "sha256": digest}
-            for name, digest in zip(names, digests, strict=True)
+            name: {"bytes": (temporary / name).stat().st_size, "sha256": digest} for name, digest in digests.items()
         }
         manifest = temporary / MANIFEST
         manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1))
@@ -166,10 +166,6 @@ def _manifest(folder: Path) -> dict[str, dict[str, object]] | None:
 
 def _name(step: int) -> str:
     return f"step-{step:06d}"
-
-
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def _digest(path: Path) -> str:
