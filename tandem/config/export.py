@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import cast
 
-from tandem.config.fields import Option, options, tables
+from tandem.config.fields import Option, options, tables, value_of
 from tandem.config.tree import Recipe
 
 
@@ -56,14 +55,6 @@ def _lines(recipe: Recipe, table: str, origins: Mapping[str, str] | None, commen
         key = option.path.rpartition(".")[2]
         line = f"# {key} is not set" if value is None else f"{key} = {_toml(value)}"
         yield f"{line:<40} # {origins.get(option.path, 'default')}" if origins is not None else line
-
-
-def value_of(recipe: Recipe, path: str) -> object:
-    """The value of a dotted path."""
-    place: object = recipe.model_dump(mode="json")
-    for name in path.split("."):
-        place = cast("dict[str, object]", place)[name]
-    return place
 
 
 def _toml(value: object) -> str:

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin
+from typing import Literal, cast, get_args, get_origin
 
 from tandem.config.sections.section import Section
 from tandem.config.tree import Recipe
@@ -106,3 +106,11 @@ def nearest(path: str, *, flag: bool = False) -> str:
     if flag:
         found = [f"--{name.replace('_', '-')}" for name in found]
     return f"did you mean {' or '.join(found)}?" if found else "tandem config show lists all options"
+
+
+def value_of(recipe: Recipe, path: str) -> object:
+    """The value of a dotted path."""
+    place: object = recipe.model_dump(mode="json")
+    for name in path.split("."):
+        place = cast("dict[str, object]", place)[name]
+    return place

@@ -14,8 +14,8 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from tandem.config.fields import Option, nearest, options
-from tandem.config.sources import Value, parse_flags, read_file
+from tandem.config.fields import Option, nearest, options, value_of
+from tandem.config.sources import Value, parse_words, read_file
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError
 
@@ -30,11 +30,36 @@ def load(files: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> tuple[R
     Raises:
         ConfigError: a key, value or combination is wrong; names file and key, and the nearest valid one.
     """
+    return _resolve([value for file in files for value in read_file(Path(file))] + _only_flags(flags))
+
+
+def overlay(recipe: Recipe, origins: Mapping[str, str], flags: Sequence[str]) -> tuple[Recipe, dict[str, str]]:
+    """A resolved recipe with flags over it.
+
+    Raises:
+        ConfigError: as ``load``.
+    """
+    kept = [
+        Value(path, value_of(recipe, path), origins.get(path, DEFAULT))
+        for path, option in options().items()
+        if option.kind != "a table"
+    ]
+    for table in [path for path, option in options().items() if option.kind == "a table"]:
+        for key, data in cast("dict[str, object]", value_of(recipe, table)).items():
+            kept.append(Value(f"{table}.{key}", data, origins.get(f"{table}.{key}", DEFAULT)))
+    return _resolve(kept + _only_flags(flags))
+
+
+def _only_flags(words: Sequence[str]) -> list[Value]:
+    files, values = parse_words(words)
+    if files:
+        raise ConfigError(f"unexpected argument {files[0]!r}", hint="options are written --table.key value")
+    return values
+
+
+def _resolve(given: Sequence[Value]) -> tuple[Recipe, dict[str, str]]:
     values: dict[str, Value] = {}
-    for file in files:
-        for value in read_file(Path(file)):
-            _put(values, value)
-    for value in parse_flags(flags):
+    for value in given:
         _put(values, value)
     recipe = _validate(values)
     origins = {path: values[path].origin if path in values else DEFAULT for path in options()}

@@ -17,6 +17,8 @@ from pathlib import Path
 from tandem.config.fields import Option, nearest, options, tables
 from tandem.core.errors import ConfigError
 
+BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -117,25 +119,27 @@ def _flatten(
             yield Value(name, data, origin)
 
 
-def parse_flags(words: Sequence[str]) -> list[Value]:
-    """Values of ``--table.key value`` words, in order.
+def parse_words(words: Sequence[str]) -> tuple[list[str], list[Value]]:
+    """Command-line words in any order to recipe files and the values of ``--table.key value``.
 
     Raises:
         ConfigError: an unknown flag (the nearest is named), a flag without its value, or a value of another type.
     """
+    files: list[str] = []
     values: list[Value] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError(f"unexpected argument {word!r}", hint="options are written --table.key value")
+        if not word.startswith("-"):
+            files.append(word)
+            continue
         flag, equals, text = word.partition("=")
         path = flag.removeprefix("--").replace("-", "_")
         option, entry = _option_of(path, flag)
         if option is None:
             raise ConfigError(f"no option {flag}", hint=nearest(path, flag=True))
         if not equals:
-            if option.annotation is bool and (not rest or rest[0].startswith("--")):
+            if option.annotation is bool and (not rest or rest[0].lower() not in BOOLS):
                 text = "true"
             elif not rest or (rest[0].startswith("--") and rest[0][2:3].isalpha()):
                 raise ConfigError(f"{flag} needs a value: {option.kind}")
@@ -143,7 +147,7 @@ def parse_flags(words: Sequence[str]) -> list[Value]:
                 text = rest.pop(0)
         data = _free(text) if entry else _parse(option, flag, text)
         values.append(Value(f"{option.path}.{entry}" if entry else option.path, data, f"flag {flag}"))
-    return values
+    return files, values
 
 
 def _option_of(path: str, flag: str) -> tuple[Option | None, str]:
@@ -169,8 +173,8 @@ def _parse(option: Option, flag: str, text: str) -> object:
         return None
     if option.annotation is str or option.choices:
         return text
-    if option.annotation is bool and text.lower() in ("true", "false", "yes", "no", "on", "off"):
-        return text.lower() in ("true", "yes", "on")
+    if option.annotation is bool and text.lower() in BOOLS:
+        return BOOLS[text.lower()]
     if option.kind.startswith("a list") and not text.startswith("["):
         return [part for part in text.split(",") if part]
     try:

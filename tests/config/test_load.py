@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.load import DEFAULT, from_mapping, load
+from tandem.config.load import DEFAULT, from_mapping, load, overlay
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError
 
@@ -123,6 +123,14 @@ def test_a_saved_tree_loads_back_and_a_foreign_one_is_refused():
     assert from_mapping(recipe.model_dump(mode="json")) == recipe
     with pytest.raises(ConfigError, match="no such key"):
         from_mapping({"trainer": {"stepz": 1}})
+
+
+def test_flags_lie_over_a_resolved_recipe():
+    recipe, origins = load(flags=["--environment.options.size", "3", "--trainer.steps", "5"])
+    changed, where = overlay(recipe, origins, ["--trainer.steps", "6"])
+    assert changed.trainer.steps == 6 and changed.environment.options == {"size": 3}
+    assert where["trainer.steps"] == "flag --trainer.steps" and where["trainer.seed"] == DEFAULT
+    assert where["environment.options.size"] == "flag --environment.options.size"
 
 
 def test_loading_imports_nothing_heavy():

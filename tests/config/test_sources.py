@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.config.sources import parse_flags, read_file
+from tandem.config.sources import parse_words, read_file
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,15 @@ def test_an_empty_yaml_file_sets_nothing(tmp_path):
     assert read_file(tmp_path / "a.yaml") == []
 
 
-def test_a_switch_before_another_flag_is_on():
-    assert [value.data for value in parse_flags(["--trainer.deterministic", "--trainer.steps", "1"])] == [True, 1]
+def test_a_switch_before_another_flag_or_a_file_is_on():
+    files, values = parse_words(["a.toml", "--trainer.deterministic", "b.toml", "--trainer.steps", "1"])
+    assert files == ["a.toml", "b.toml"]
+    assert [value.data for value in values] == [True, 1]
 
 
 def test_entries_of_a_free_table_keep_their_type():
     given = ["--environment.options.level", "hard", "--environment.options.max-size", "3"]
-    values = parse_flags(given)
+    _, values = parse_words(given)
     assert [(value.path, value.data) for value in values] == [
         ("environment.options.level", "hard"), ("environment.options.max_size", 3),
     ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""``tandem config``: recipes without running them."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from tandem.cli import words
+from tandem.config.export import dump, reference, schema
+from tandem.config.fields import tables
+from tandem.core.errors import ConfigError
+
+app = typer.Typer(help="Look at recipes and their options.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command(
+    context_settings=words.FREE,
+    options_metavar="[RECIPE...] [OPTIONS]",
+    short_help="Print a resolved recipe.",
+    epilog=words.FLAGS_HELP,
+)
+def show(
+    context: typer.Context,
+    origins: bool = typer.Option(False, help="Say where each value was set."),
+    comments: bool = typer.Option(False, help="Say what each option is."),
+) -> None:
+    """Print the resolved recipe of RECIPE... and flags as TOML.
+
+    \b
+    tandem config show recipes/demo.toml --origins
+    tandem config show --comments > mine.toml
+    """
+    recipe, where = words.recipe_from(context)
+    print(dump(recipe, where if origins else None, comments=comments), end="")
+
+
+@app.command(
+    context_settings=words.FREE,
+    options_metavar="[RECIPE...] [OPTIONS]",
+    short_help="Check a recipe, its environment and its model.",
+    epilog=words.FLAGS_HELP,
+)
+def check(context: typer.Context) -> None:
+    """Check RECIPE... and flags as a run would, up to loading the model: environment, prompts, model folder.
+
+    \b
+    tandem config check recipes/demo.toml --rollout.group-size 16
+    """
+    recipe, _ = words.recipe_from(context)
+    from tandem.app.preflight import prepare
+
+    ready = prepare(recipe)
+    print(f"good: environment {ready.environment.name}, model {ready.model_path}, "
+          f"context of {ready.max_context_tokens} tokens")  # fmt: skip
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """Print the JSON schema of recipe files, for completion in editors."""
+    print(json.dumps(schema(), indent=1))
+
+
+@app.command("reference")
+def print_reference(table: str = typer.Argument("", help="One table, such as rollout or engine.infer.")) -> None:
+    """Print what every option is, as Markdown."""
+    if table and table not in tables():
+        raise ConfigError(f"no table {table!r}", hint=f"tables: {', '.join(tables())}")
+    print(reference(table or None), end="")

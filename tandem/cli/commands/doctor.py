@@ -1,0 +1,25 @@
+"""``tandem doctor``."""
+
+from __future__ import annotations
+
+import typer
+
+FAILED = 1
+
+
+def add(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+def doctor() -> None:
+    """Show what this machine can do, and what to do about what it cannot."""
+    from tandem.app.doctor import facts
+
+    found = facts()
+    width = max(len(fact.feature) for fact in found)
+    for fact in found:
+        mark = {True: "ok", None: "--", False: "NO"}[fact.ok]
+        print(f"{mark:<3} {fact.feature:<{width}}  {fact.detail}")
+        if not fact.ok and fact.remedy:
+            print(f"    {'':<{width}}  remedy: {fact.remedy}")
+    raise typer.Exit(FAILED if any(fact.ok is False for fact in found) else 0)
