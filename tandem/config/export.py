@@ -11,8 +11,8 @@ from tandem.config.tree import Recipe
 
 def schema() -> dict[str, object]:
     """JSON schema of a recipe file, for completion in editors."""
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return head | Recipe.model_json_schema() | {"title": "Tandem recipe"}
+    head: dict[str, object] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return {**head, **Recipe.model_json_schema(), "title": "Tandem recipe"}
 
 
 def reference(table: str | None = None) -> str:

@@ -14,7 +14,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 # ---- run and config
-class RunStarted(Event):
+class RunStarted(Event, frozen=True, kw_only=True):
     run_id: str
     version: str
     command: str
@@ -22,7 +22,7 @@ class RunStarted(Event):
     deterministic: bool
 
 
-class RunResumed(Event):
+class RunResumed(Event, frozen=True, kw_only=True):
     """The run goes on from a checkpoint. Events after ``keep_sequence`` (up to this one) are superseded:
     their steps are made again, and no reader counts them."""
 
@@ -31,14 +31,14 @@ class RunResumed(Event):
     checkpoint: str
 
 
-class RunFinished(Event):
+class RunFinished(Event, frozen=True, kw_only=True):
     step: int
     reason: str  # finished | interrupted | failed
     detail: str = ""
 
 
 # ---- episodes
-class GroupStarted(Event):
+class GroupStarted(Event, frozen=True, kw_only=True):
     group_id: str
     task_id: str
     size: int
@@ -46,7 +46,7 @@ class GroupStarted(Event):
     purpose: str = "train"  # train | eval name
 
 
-class EpisodeStarted(Event):
+class EpisodeStarted(Event, frozen=True, kw_only=True):
     episode_id: str
     group_id: str
     task_id: str
@@ -55,7 +55,7 @@ class EpisodeStarted(Event):
     seed: int
 
 
-class TurnFinished(Event):
+class TurnFinished(Event, frozen=True, kw_only=True):
     episode_id: str
     turn: int
     num_prompt_tokens: int
@@ -67,7 +67,7 @@ class TurnFinished(Event):
     model_s: float
 
 
-class ToolFinished(Event):
+class ToolFinished(Event, frozen=True, kw_only=True):
     episode_id: str
     turn: int
     tool: str
@@ -77,7 +77,7 @@ class ToolFinished(Event):
     duration_s: float
 
 
-class EpisodeFinished(Event):
+class EpisodeFinished(Event, frozen=True, kw_only=True):
     """Terminal for an attempt: ``failure`` None and a reward, or a failure kind and no reward."""
 
     episode_id: str
@@ -101,7 +101,7 @@ class EpisodeFinished(Event):
     purpose: str = "train"
 
 
-class RewardFinished(Event):
+class RewardFinished(Event, frozen=True, kw_only=True):
     episode_id: str
     name: str
     value: float | None
@@ -109,7 +109,7 @@ class RewardFinished(Event):
     duration_s: float
 
 
-class GroupFinished(Event):
+class GroupFinished(Event, frozen=True, kw_only=True):
     group_id: str
     task_id: str
     num_scored: int
@@ -119,7 +119,7 @@ class GroupFinished(Event):
     purpose: str = "train"
 
 
-class GroupDropped(Event):
+class GroupDropped(Event, frozen=True, kw_only=True):
     """A group that trains nothing. ``reason``: all_failed | stale | prompt_too_long | flat."""
 
     group_id: str
@@ -128,32 +128,32 @@ class GroupDropped(Event):
     detail: str = ""
 
 
-class TaskRejected(Event):
+class TaskRejected(Event, frozen=True, kw_only=True):
     task_id: str
     reason: str
 
 
 # ---- sandboxes
-class SandboxCreated(Event):
+class SandboxCreated(Event, frozen=True, kw_only=True):
     sandbox_id: str
     backend: str
     template: str
     create_s: float
 
 
-class SandboxKilled(Event):
+class SandboxKilled(Event, frozen=True, kw_only=True):
     sandbox_id: str
     lifetime_s: float
 
 
-class SandboxFailed(Event):
+class SandboxFailed(Event, frozen=True, kw_only=True):
     sandbox_id: str
     error: str
     detail: str
 
 
 # ---- engine, training, weights
-class StepFinished(Event):
+class StepFinished(Event, frozen=True, kw_only=True):
     """One optimizer step. ``loss`` and ``grad_norm`` are None when no group was admitted: nothing was trained."""
 
     step: int
@@ -172,7 +172,7 @@ class StepFinished(Event):
     phase: str = "train"  # train | warmup
 
 
-class WeightsPublished(Event):
+class WeightsPublished(Event, frozen=True, kw_only=True):
     version: int
     step: int
     digest: str
@@ -180,7 +180,7 @@ class WeightsPublished(Event):
     publish_s: float
 
 
-class EngineReported(Event):
+class EngineReported(Event, frozen=True, kw_only=True):
     """Engine counters at the end of a step (differences since the step before)."""
 
     step: int
@@ -190,14 +190,14 @@ class EngineReported(Event):
     busy_s: float
 
 
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, frozen=True, kw_only=True):
     step: int
     path: str
     digest: str
     save_s: float
 
 
-class EvaluationFinished(Event):
+class EvaluationFinished(Event, frozen=True, kw_only=True):
     name: str
     step: int
     num_tasks: int
@@ -208,7 +208,7 @@ class EvaluationFinished(Event):
     duration_s: float
 
 
-class WaitStalled(Event):
+class WaitStalled(Event, frozen=True, kw_only=True):
     """Something waits longer than it should; ``missing`` names what for."""
 
     who: str
@@ -216,7 +216,7 @@ class WaitStalled(Event):
     missing: list[str]
 
 
-class WarningRaised(Event):
+class WarningRaised(Event, frozen=True, kw_only=True):
     where: str
     message: str
 
