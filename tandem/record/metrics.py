@@ -228,10 +228,11 @@ class RunMetrics:
 
     def _add_tool(self, event: ToolFinished) -> None:
         self.tool_calls[event.tool] += 1
-        self._step.tool_calls += 1
         if event.failure is not None:
             self.tool_failures[f"{event.tool}: {event.failure}"] += 1
-            self._step.tool_failures += 1
+        if self.in_flight.get(event.episode_id, TRAIN) == TRAIN:  # an evaluation's calls are no step's
+            self._step.tool_calls += 1
+            self._step.tool_failures += event.failure is not None
 
     def _add_episode(self, event: EpisodeFinished) -> None:
         self.in_flight.pop(event.episode_id, None)
