@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -113,7 +114,7 @@ def _model(served: Served, name: str, created: int) -> dict[str, object]:
 def _prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Ids:
     turns = [index for index, message in enumerate(messages) if message.role is Role.ASSISTANT]
     stream = renderer.prompt(messages[: turns[0] if turns else len(messages)], tools)
-    for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+    for turn, following in pairwise([*turns, len(messages)]):
         made = renderer.completion(messages[turn], tools)
         stream = stream + made + renderer.continuation(made, messages[turn + 1 : following])
     return stream

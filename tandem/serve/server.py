@@ -36,6 +36,8 @@ async def serve_forever(app: ASGIApp, *, host: str, port: int, on_ready: Callabl
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}",
                           hint="choose another --port; 0 takes a free one") from error  # fmt: skip
+    # Accepted connections inherit it; without it every streamed piece waits for the acknowledgement of the last.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with listening:
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(CLOSE_S), lifespan="off")
         server = _Server(config)

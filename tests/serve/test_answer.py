@@ -1,0 +1,135 @@
+"""Stop strings across tokens, the true finish reason (cases 11 and 12), and text that may be a call."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serve_pieces import END, renderer, say
+
+from tandem.core.types import FinishReason, ToolSpec, ids
+from tandem.serve.answer import AnswerReader, StopStrings, longest_tail
+
+PYTHON = ToolSpec(
+    name="python",
+    description="Runs code.",
+    parameters={"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+)
+
+
+def read(token_ids, *, limit=10**6, tools=(), stops=(), size=1, tool_format="fence"):
+    """What a client of both modes gets: the streamed pieces joined, and the whole answer."""
+    reader = AnswerReader(renderer(tool_format), tools, stops)
+    made = list(token_ids)[:limit]
+    ended = bool(made) and made[-1] in renderer(tool_format).stop_token_ids
+    streamed = ""
+    for start in range(0, len(made), size):
+        streamed += reader.push(made[start : start + size])
+    last, answer = reader.finish(ids(made), FinishReason.STOP if ended else FinishReason.LENGTH)
+    return streamed + last, answer
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stop", "content", "reason"),
+    [("DE", "ABC", "stop"), ("FGH", "ABCDEFG", "length"), ("G", "ABCDEF", "stop"), ("AB", "", "stop")],
+)
+def test_a_stop_string_across_tokens_cuts_exactly_there(stop, content, reason, size):
+    streamed, answer = read(say("ABCDEFG", end=False), stops=[stop], size=size)
+    assert (streamed, answer.content, answer.finish_reason) == (content, content, reason)
+
+
+def test_tokens_after_the_stop_string_are_not_counted():
+    _, answer = read(say("ABCDEFG"), stops=["DE"])
+    assert answer.num_tokens == 3  # AB CD EF: the third completes it
+
+
+def test_of_two_stop_strings_the_first_complete_one_counts_for_every_cut():
+    text = "xxDEFGyy"
+    for cut in range(len(text)):
+        stops = StopStrings(["DEFGyy", "EF"])
+        assert stops.push(text[:cut]) + stops.push(text[cut:]) + stops.finish() == "xxD"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 30), max_size=6),
+)
+def test_stop_strings_do_not_depend_on_the_cuts(text, stops, cuts):
+    whole = StopStrings(stops)
+    expected = whole.push(text) + whole.finish()
+    pieces, places = StopStrings(stops), sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+    joined = "".join(pieces.push(text[a:b]) for a, b in zip(places, places[1:], strict=False)) + pieces.finish()
+    assert (joined, pieces.stopped) == (expected, whole.stopped)
+    assert text.startswith(joined) and (whole.stopped or joined == text)
+
+
+def test_the_end_token_as_last_allowed_token_is_a_stop():
+    token_ids = say("plain text")
+    assert read(token_ids, limit=len(token_ids))[1].finish_reason is FinishReason.STOP
+    assert read(token_ids, limit=len(token_ids) - 1)[1].finish_reason is FinishReason.LENGTH
+    assert read(token_ids)[1].content == "plain text"
+
+
+@pytest.mark.parametrize("tool_format", ["fence", "hermes"])
+def test_a_call_of_forty_tokens_under_every_limit(tool_format):
+    form = {
+        "fence": "```python\n{}\n```",
+        "hermes": '<tool_call>{{"name":"python","arguments":{{"code":"{}"}}}}</tool_call>',
+    }[tool_format]
+    room = max(40, len(form.format("")) + 8) - len(form.format(""))
+    token_ids = say(form.format("1" * room))  # every character is one token
+    length = len(token_ids) - 1
+    for limit in range(1, length + 6):
+        streamed, answer = read(token_ids, limit=limit, tools=[PYTHON], tool_format=tool_format)
+        assert streamed == answer.content
+        if limit < length:
+            assert answer.finish_reason is FinishReason.LENGTH and not answer.calls
+            assert answer.content == form.format("1" * room)[:limit], "cut text is not lost"
+        else:
+            assert answer.finish_reason is FinishReason.TOOL_CALLS
+            assert [call.arguments for call in answer.calls] == [{"code": "1" * room}]
+            assert answer.content == ""
+
+
+def test_words_before_a_call_are_streamed_and_the_call_is_not():
+    reader = AnswerReader(renderer(), [PYTHON], ())
+    token_ids = say("I will see. \n```python\nprint(1)\n```")
+    streamed = "".join(reader.push([token_id]) for token_id in token_ids)
+    assert streamed == "I will see."
+    last, answer = reader.finish(ids(token_ids), FinishReason.STOP)
+    assert (last, answer.content, answer.finish_reason) == ("", "I will see.", FinishReason.TOOL_CALLS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from(["word ", "\n", "```python\n1+1\n```", "``", "```text\nx\n```\n", "é", "<think>", "</think>"])),
+    st.booleans(),
+    st.integers(1, 5),
+)  # fmt: skip
+def test_streamed_equals_whole_whatever_is_said(parts, with_tools, size):
+    token_ids = say("".join(parts))
+    streamed, answer = read(token_ids, tools=[PYTHON] if with_tools else [], size=size)
+    assert streamed == answer.content
+    if not answer.calls and not with_tools:
+        assert answer.content == "".join(parts)
+
+
+def test_a_character_split_over_tokens_is_whole_in_every_piece():
+    reader = AnswerReader(renderer(), (), ())
+    pieces = [reader.push([token_id]) for token_id in say("né€🙂!")]
+    assert "".join(pieces) == "né€🙂!" and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_end_token_in_the_middle_is_text_and_at_the_end_is_not():
+    end = renderer().tokenizer.special_tokens[END]
+    _, answer = read([*say("A", end=False), end, *say("B", end=False), end])
+    assert answer.content == f"A{END}B" and answer.num_tokens == 4
+
+
+def test_longest_tail():
+    assert longest_tail("abc", ["cd", "bcx"]) == 2
+    assert longest_tail("abc", ["abc"]) == 0
+    assert longest_tail("", ["x"]) == 0

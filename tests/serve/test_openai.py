@@ -1,0 +1,227 @@
+"""The server as the official client sees it, on loopback, over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+from serve_pieces import END, ScriptedEngine, renderer, say, served, serving
+
+from tandem.core.types import GenerateRequest, Message, Role, ToolCall, ToolSpec
+from tandem.core.wire import derive_seed
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs code.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+SPEC = ToolSpec(name="python", description="Runs code.", parameters=TOOL["function"]["parameters"])
+CALL = "Look:\n```python\nprint(6 * 7)\n```"
+
+
+def talk(script, body, *, step_s=0.0, **options):
+    """Run ``body(client, engine)`` against a server; returns what it returns."""
+
+    async def run():
+        engine = ScriptedEngine(script, step_s=step_s)
+        async with serving(served(engine, **options)) as address:
+            async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+                return await asyncio.wait_for(body(client, engine), 20)
+
+    return asyncio.run(run())
+
+
+def create(client, **fields):
+    return client.chat.completions.create(**{"model": "small", "messages": [USER], **fields})
+
+
+async def joined(stream):
+    """The pieces of a streamed answer put together: words, calls, reason, usage."""
+    words, calls, reason, usage = "", {}, None, None
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            words += choice.delta.content or ""
+            for call in choice.delta.tool_calls or []:
+                calls[call.index] = (call.function.name, call.function.arguments)
+            reason = choice.finish_reason or reason
+    return words, [calls[index] for index in sorted(calls)], reason, usage
+
+
+def test_a_plain_answer_with_usage_and_ids():
+    async def body(client, engine):
+        reply = await create(client, logprobs=True, extra_body={"return_token_ids": True})
+        return reply, engine.requests[0]
+
+    reply, request = talk(lambda _: say("Hello you"), body)
+    choice = reply.choices[0]
+    assert choice.message.content == "Hello you" and choice.finish_reason == "stop"
+    assert choice.token_ids == say("Hello you") and reply.prompt_token_ids == list(request.prompt_ids)
+    assert [entry.logprob for entry in choice.logprobs.content] == [-0.25 * n for n in range(1, 11)]
+    assert "".join(entry.token for entry in choice.logprobs.content) == f"Hello you{END}"
+    assert reply.usage.completion_tokens == 10 and reply.usage.prompt_tokens == len(request.prompt_ids)
+    assert reply.usage.prompt_tokens_details.cached_tokens == 5
+
+
+def test_streaming_gives_the_same_and_usage_when_asked():
+    async def body(client, engine):
+        return await joined(await create(client, stream=True, stream_options={"include_usage": True}))
+
+    words, calls, reason, usage = talk(lambda _: say("né€🙂 done"), body)
+    assert (words, calls, reason) == ("né€🙂 done", [], "stop")
+    assert usage.completion_tokens == len(say("né€🙂 done"))
+
+
+def test_stop_strings_and_limits_agree_in_both_modes_for_every_limit():
+    async def body(client, engine):
+        for limit in range(1, 9):
+            for stop in (None, "DE", "FGH"):
+                fields = {"max_tokens": limit, **({"stop": stop} if stop else {})}
+                whole = await create(client, **fields)
+                words, _, reason, _ = await joined(await create(client, stream=True, **fields))
+                assert (words, reason) == (whole.choices[0].message.content, whole.choices[0].finish_reason)
+                if stop == "DE" and limit >= 3:
+                    assert (words, reason) == ("ABC", "stop")
+        return engine.running
+
+    assert talk(lambda _: say("ABCDEFG"), body) == set()
+
+
+def test_a_tool_call_comes_out_parsed_in_both_modes_and_goes_back_in():
+    async def body(client, engine):
+        whole = await create(client, tools=[TOOL])
+        streamed = await joined(await create(client, tools=[TOOL], stream=True))
+        message = whole.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+        await create(client, tools=[TOOL], messages=[USER, message.model_dump(exclude_none=True), result])
+        return whole, streamed, engine.requests[-1]
+
+    whole, streamed, request = talk(lambda _: say(CALL), body)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Look:"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"code": "print(6 * 7)"}
+    assert streamed[:3] == ("Look:", [("python", '{"code": "print(6 * 7)"}')], "tool_calls")
+    # The history takes the road of training: prompt, the assistant's own tokens, what follows them.
+    said = Message(role=Role.ASSISTANT, content="Look:",
+                   tool_calls=(ToolCall(id="c", name="python", arguments={"code": "print(6 * 7)"}),))  # fmt: skip
+    first = renderer().prompt([Message(role=Role.USER, content="hi")], [SPEC])
+    made = renderer().completion(said, [SPEC])
+    answer = Message(role=Role.TOOL, content="42", tool_call_id="c", name="python")
+    assert request.prompt_ids == first + made + renderer().continuation(made, [answer])
+
+
+@pytest.mark.parametrize("limit", [5, 20, 31, 32, 33, 40])
+def test_the_true_finish_reason_of_a_call_under_a_limit(limit):
+    length = len(say(CALL)) - 1
+    assert length == 32
+
+    async def body(client, engine):
+        whole = await create(client, tools=[TOOL], max_tokens=limit)
+        return whole.choices[0], await joined(await create(client, tools=[TOOL], max_tokens=limit, stream=True))
+
+    choice, streamed = talk(lambda _: say(CALL), body)
+    assert choice.finish_reason == streamed[2] == ("length" if limit < length else "tool_calls")
+    assert (choice.message.content or "") == streamed[0]
+
+
+def test_choices_have_seeds_of_their_own_and_a_seed_repeats():
+    async def body(client, engine):
+        reply = await create(client, n=3, seed=11, temperature=0.5, top_p=0.9, extra_body={"top_k": 7})
+        await joined(await create(client, n=3, seed=11, stream=True))
+        return reply, engine.requests
+
+    reply, requests = talk(lambda request: say(f"seed {request.seed % 97}"), body)
+    seeds = [derive_seed("serve", 11, index) for index in range(3)]
+    assert [request.seed for request in requests] == seeds * 2
+    assert [choice.message.content for choice in reply.choices] == [f"seed {seed % 97}" for seed in seeds]
+    params = requests[0].params
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 7)
+
+
+def test_models_health_and_unknown_paths():
+    async def body(client, engine):
+        listed = [model.id async for model in client.models.list()]
+        one = await client.models.retrieve("run-7")
+        with pytest.raises(openai.NotFoundError, match="served: small, run-7"):
+            await create(client, model="gpt-9")
+        async with httpx.AsyncClient(base_url=str(client.base_url)) as plain:
+            health = (await plain.get("../health")).json()
+            lost = await plain.get("nowhere")
+            wrong = await plain.get("chat/completions")
+        return listed, one.id, health, lost, wrong
+
+    listed, one, health, lost, wrong = talk(lambda _: say("x"), body)
+    assert listed == ["small", "run-7"] and one == "run-7"
+    assert health == {"status": "ok", "running": 0, "waiting": 0, "weight_version": 3}
+    assert lost.status_code == 404 and wrong.status_code == 405 and "error" in wrong.json()
+
+
+def test_mistakes_are_400_and_name_the_field_in_both_modes():
+    async def body(client, engine):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(client, temperature=-1, stream=stream)
+            assert caught.value.param == "temperature"
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(client, messages=[{"role": "user", "content": "x" * 3000}], stream=stream)
+            assert caught.value.code == "context_length_exceeded"
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(client, max_tokens=100_000, stream=stream)
+            assert "100000" in str(caught.value)
+            two = {**TOOL, "function": {"name": "two", "parameters": {"type": "object", "properties": {}}}}
+            with pytest.raises(openai.BadRequestError, match="tool format"):
+                await create(client, tools=[two], stream=stream)
+        return len(engine.requests)
+
+    assert talk(lambda _: say("x"), body) == 0
+
+
+def test_an_engine_that_finds_the_prompt_too_long_is_a_400_in_both_modes():
+    async def body(client, engine):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError):
+                await create(client, messages=[{"role": "user", "content": "x" * 5000}], stream=stream)
+
+    talk(lambda _: say("x"), body, max_context_tokens=8000)
+
+
+def test_an_error_of_the_engine_is_503_before_and_an_error_event_in_the_middle_of_a_stream():
+    from tandem.core.errors import EngineError
+
+    def broken(request: GenerateRequest):
+        yield from say("A", end=False)
+        raise EngineError("the engine failed")
+
+    async def body(client, engine):
+        with pytest.raises(openai.InternalServerError, match="the engine failed") as caught:
+            await create(client)
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            await joined(await create(client, stream=True))
+
+    talk(broken, body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_requests(stream):
+    async def body(client, engine):
+        async with httpx.AsyncClient(base_url=str(client.base_url), timeout=20) as plain:
+            fields = {"model": "small", "messages": [USER], "n": 2, "stream": stream}
+            going = asyncio.ensure_future(plain.post("chat/completions", json=fields))
+            while len(engine.running) < 2:
+                await asyncio.sleep(0.01)
+            going.cancel()
+            await asyncio.wait([going])
+            async with asyncio.timeout(5):
+                while engine.running:
+                    await asyncio.sleep(0.01)
+        return engine.cancelled
+
+    assert len(talk(lambda _: say("A" * 1500), body, step_s=0.02)) == 2
