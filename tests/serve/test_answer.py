@@ -103,12 +103,11 @@ def test_words_before_a_call_are_streamed_and_the_call_is_not():
     assert (last, answer.content, answer.finish_reason) == ("", "I will see.", FinishReason.TOOL_CALLS)
 
 
+PARTS = ["word ", "\n", "```python\n1+1\n```", "``", "```text\nx\n```\n", "é", "<think>", "</think>"]
+
+
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.sampled_from(["word ", "\n", "```python\n1+1\n```", "``", "```text\nx\n```\n", "é", "<think>", "</think>"])),
-    st.booleans(),
-    st.integers(1, 5),
-)  # fmt: skip
+@given(st.lists(st.sampled_from(PARTS)), st.booleans(), st.integers(1, 5))
 def test_streamed_equals_whole_whatever_is_said(parts, with_tools, size):
     token_ids = say("".join(parts))
     streamed, answer = read(token_ids, tools=[PYTHON] if with_tools else [], size=size)

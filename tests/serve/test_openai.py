@@ -31,9 +31,11 @@ def talk(script, body, *, step_s=0.0, **options):
 
     async def run():
         engine = ScriptedEngine(script, step_s=step_s)
-        async with serving(served(engine, **options)) as address:
-            async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-                return await asyncio.wait_for(body(client, engine), 20)
+        async with (
+            serving(served(engine, **options)) as address,
+            openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+        ):
+            return await asyncio.wait_for(body(client, engine), 20)
 
     return asyncio.run(run())
 
