@@ -1,0 +1,83 @@
+"""Runs a plan: packed tensors in, tokens out.
+
+Owns: the KV cache's tensors and the conversion of a plan. Refuses: decisions, the version of the weights.
+Invariants: one forward pass a step, whatever it mixes; one conversion of host arrays to tensors a step. On the CPU
+the key index is the seats' own array, not a copy of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tandem.engine.infer.request import Request
+from tandem.engine.infer.sampler import Draws, sample
+from tandem.engine.infer.scheduler import StepPlan
+from tandem.engine.infer.seats import Seats
+from tandem.kernels.ops import KeyIndex
+from tandem.models.attention import AttentionContext, KVCache
+from tandem.models.causal_lm import CausalLM
+
+
+class Runner:
+    """A model with a KV cache."""
+
+    def __init__(self, model: CausalLM, seats: Seats, num_slots: int) -> None:
+        self._model = model
+        self._seats = seats
+        self._cache = KVCache(model.spec, num_slots, dtype=model.dtype, device=model.device)
+        self._slots_L = torch.from_numpy(seats.slots_MN.reshape(-1))
+
+    @torch.no_grad()
+    def run(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Compute the plan's tokens; returns a token and its log-probability for each of ``plan.sampled``."""
+        context, ids_T, positions_T, rows_N = self._pack(plan)
+        hidden_TE = self._model(ids_T, positions_T, context)
+        if not len(rows_N):
+            return np.empty(0, np.int64), np.empty(0, np.float32)
+        if len(rows_N) < len(hidden_TE):
+            hidden_TE = hidden_TE.index_select(0, torch.from_numpy(rows_N).to(hidden_TE.device))
+        logits_NV = self._model.ops.logits(hidden_TE, self._model.head_weight)
+        return sample(logits_NV, self._draws(plan.sampled))
+
+    def _pack(self, plan: StepPlan) -> tuple[AttentionContext, torch.Tensor, torch.Tensor, np.ndarray]:
+        seats, num_decodes = self._seats, len(plan.decodes)
+        num_rows = num_decodes + sum(chunk.count for chunk in plan.chunks)
+        packed_4T = np.empty((4, num_rows), np.int64)
+        ids_T, positions_T, slots_T, starts_T = packed_4T
+        if num_decodes:
+            row = slice(0, num_decodes)
+            positions_T[row] = [request.num_computed for request in plan.decodes]
+            ids_T[row] = [request.tokens[request.num_computed] for request in plan.decodes]
+            seats_D = np.array([request.seat for request in plan.decodes])
+            slots_T[row] = seats.slots_MN[seats_D, positions_T[row]]
+            starts_T[row] = seats_D * seats.width
+        rows_N = list(range(num_decodes))
+        first = num_decodes
+        for chunk in plan.chunks:
+            row, tokens = slice(first, first + chunk.count), slice(chunk.start, chunk.start + chunk.count)
+            ids_T[row] = chunk.request.tokens[tokens]
+            positions_T[row] = np.arange(tokens.start, tokens.stop)
+            slots_T[row] = seats.slots_MN[chunk.request.seat, tokens]
+            starts_T[row] = chunk.request.seat * seats.width
+            first += chunk.count
+            if chunk.is_last:
+                rows_N.append(first - 1)
+        device = self._model.device
+        ids, positions, slots, starts = torch.from_numpy(packed_4T).to(device)
+        counts = (positions + 1).int()
+        context = AttentionContext(
+            keys=KeyIndex(self._slots_L.to(device), starts, counts), cache=self._cache, write_slots_T=slots
+        )
+        return context, ids, positions, np.array(rows_N, np.int64)
+
+    def _draws(self, sampled: list[Request]) -> Draws:
+        seats = self._seats
+        seats_N = np.array([request.seat for request in sampled])
+        return Draws(
+            seats.temperature_M[seats_N],
+            seats.top_k_M[seats_N],
+            seats.top_p_M[seats_N],
+            seats.seed_M[seats_N],
+            np.array([request.num_generated for request in sampled]),
+        )
