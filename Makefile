@@ -33,10 +33,7 @@ check: $(VENV)/.dev
 	$(BIN)/basedpyright --level error
 
 docs: $(VENV)/.dev
-	mkdir -p docs/reference
-	{ echo "# Options"; echo; echo "Made by \`make docs\` from \`tandem/config/sections\`."; echo; \
-	  $(BIN)/tandem config reference; } > docs/reference/options.md
-	$(BIN)/tandem config schema > docs/reference/recipe.schema.json
+	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.demo
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
