@@ -17,6 +17,7 @@ import subprocess
 from pathlib import Path
 
 from tandem.core.cache import cache_folder, make_folder
+from tandem.core.errors import EngineError, boundary
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
@@ -32,11 +33,16 @@ def library() -> ctypes.CDLL | None:
     if compiler is None or runtime is None:
         return None
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(_built(compiler) / "kernels.so"), mode=os.RTLD_NOW)
+    return ctypes.CDLL(str(built(compiler) / "kernels.so"), mode=os.RTLD_NOW)
 
 
-def _built(compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=True).stdout
+def built(compiler: str) -> Path:
+    """The folder with the library, compiled if this machine has not done so before.
+
+    Raises:
+        EngineError: the compiler fails; the message holds what it said.
+    """
+    version = _run([compiler, "--version"])
     key = hashlib.sha256(SOURCE.read_bytes() + version + " ".join(FLAGS).encode() + _processor()).hexdigest()[:16]
 
     def build(folder: Path) -> None:
@@ -45,10 +51,18 @@ def _built(compiler: str) -> Path:
             [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unit)],
             [compiler, "-shared", str(unit), "-o", str(folder / "kernels.so"), "-lm"],
         ):
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+            _run(command)
         unit.unlink()
 
     return make_folder(cache_folder("kernels") / key, build)
+
+
+def _run(command: list[str]) -> bytes:
+    with boundary(EngineError, f"building the CPU kernels with {command[0]}"):
+        done = subprocess.run(command, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+        if done.returncode:
+            raise EngineError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace')}")
+        return done.stdout
 
 
 def _openmp_runtime() -> str | None:
