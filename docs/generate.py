@@ -65,7 +65,8 @@ def _plugins() -> str:
     named = "\n".join(f"- `{kind}`: entry point group `tandem.{kind}`" for kind in KINDS)
     return (
         f"{named}\n\nAn entry point maps a short name to `module:attribute`. Where a name is asked "
-        "for, `module:attribute` and `file.py:attribute` work too. `tandem plugins list` shows what is there without importing it.\n"
+        "for, `module:attribute` and `file.py:attribute` work too. `tandem plugins list` shows "
+        "what is there without importing it.\n"
     )
 
 

@@ -91,7 +91,11 @@ class ComputeQueue:
 
 
 def _settle(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future, *, result: object = None, error: BaseException | None = None
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future,
+    *,
+    result: object = None,
+    error: BaseException | None = None,
 ) -> None:
     def settle() -> None:
         if future.done():

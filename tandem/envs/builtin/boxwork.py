@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import cast
 
 from tandem.core.types import Episode, Message, Role, Task, ToolCall
 from tandem.envs.environment import Environment
@@ -63,7 +64,7 @@ def correct(episode: Episode, task: Task) -> float:
 
 def demonstrate(task: Task) -> list[Message]:
     """The shortest good episode: one call, its output, the answer."""
-    tool, call, output = task.private["demonstration"]
+    tool, call, output = cast("tuple[str, str, str]", task.private["demonstration"])
     argument = {"python": "code", "shell": "command"}[tool]
     calls = (ToolCall(id="call_0", name=tool, arguments={argument: call}),)
     return [
