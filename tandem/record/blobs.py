@@ -7,7 +7,7 @@ asked for, or it raises.
 from __future__ import annotations
 
 import os
-import tempfile
+import threading
 from pathlib import Path
 
 from tandem.core.errors import RecordError
@@ -26,9 +26,9 @@ class BlobStore:
         target = self._path(name)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, scratch = tempfile.mkstemp(dir=target.parent, prefix=".new-")
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
+            # Not the temporary-file library: it would hide a run's blobs from everyone else who may read the run.
+            scratch = target.with_name(f".new-{name}-{os.getpid()}-{threading.get_ident()}")
+            scratch.write_bytes(data)
             os.replace(scratch, target)
         return name
 

@@ -1,6 +1,7 @@
 """The event log of a run: append-only, hash-chained, one writer.
 
-Owns: ``events.jsonl`` and the lock beside it. Each line is one ``Envelope`` that holds the hash of the line before.
+Owns: ``events.jsonl``, the lock and the head beside it. Each line is one ``Envelope`` that holds the hash of the line
+before; the head names the last line that was synced to the disk, so that a log which lost its end is known as such.
 Invariants: one process writes; a line is handed to the system before ``emit`` returns, so that a killed process
 loses none; a torn last line is cut off on the next open and said so, never read as if it were whole.
 """
@@ -12,18 +13,37 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from tandem.core.errors import RecordError
-from tandem.core.events import AnyEvent, Envelope, WarningRaised
+from tandem.core.events import AnyEvent, CheckpointSaved, Envelope, RunFinished, WarningRaised
 from tandem.core.wire import digest
 from tandem.record.blobs import BlobStore
 
-EVENTS, LOCK, BLOBS = "events.jsonl", "writer.lock", "blobs"
+EVENTS, HEAD, LOCK, BLOBS = "events.jsonl", "events.head", "writer.lock", "blobs"
 GENESIS = ""
+TAIL_BYTES = 2**18
 Listener = Callable[[Envelope], None]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The last synced line: how many there were with it, and its hash."""
+
+    num_events: int
+    digest: str
+
+
+def read_head(folder: Path) -> Head | None:
+    """The head of a run's log; None for one that was never synced."""
+    try:
+        return msgspec.json.decode((folder / HEAD).read_bytes(), type=Head)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise RecordError(f"{folder / HEAD} is broken: {error}") from error
 
 
 class EventLog:
@@ -38,7 +58,12 @@ class EventLog:
         self._guard = threading.Lock()  # events come from the loop and from executors
         self._encoder = msgspec.json.Encoder()
         self._listeners: list[Listener] = []
-        self._sequence, self._previous, torn = _tail(self._path)
+        try:
+            self._sequence, self._previous, torn = _tail(self._path)
+            self._check_head()
+        except BaseException:
+            os.close(self._lock)
+            raise
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the log)
         if torn:
             self.emit(WarningRaised(where="event log", message=f"a torn last line of {torn} bytes was cut off"))
@@ -59,27 +84,64 @@ class EventLog:
                 event=event,
             )
             line = self._encoder.encode(envelope)
-            self._file.write(line + b"\n")
+            self._write(line + b"\n")
             self._previous = digest(line)
             self._sequence += 1
+            if isinstance(event, (CheckpointSaved, RunFinished)):
+                self._sync()
             listeners = tuple(self._listeners)
         for listener in listeners:
             try:
                 listener(envelope)
             except Exception as error:  # a supervisor of readers: facts go on without them
-                self._listeners.remove(listener)
+                with suppress(ValueError):
+                    self._listeners.remove(listener)
                 self.emit(WarningRaised(where="event listener", message=f"dropped: {type(error).__name__}: {error}"))
         return sequence
+
+    def _write(self, data: bytes) -> None:
+        """Append whole or not at all.
+
+        Raises:
+            RecordError: the disk is full or gone. A run without its memory must not go on.
+        """
+        if self._file.closed:
+            raise RecordError(f"{self._path} is closed: nothing can happen in this run any more")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(data)
+            problem = "" if written == len(data) else "the disk is full"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), end)
+            raise RecordError(f"{self._path} cannot be written: {problem}", hint="make room, then resume the run")
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        scratch = self.folder / f".{HEAD}.new"
+        scratch.write_bytes(msgspec.json.encode(Head(self._sequence, self._previous)))
+        os.replace(scratch, self.folder / HEAD)
+
+    def _check_head(self) -> None:
+        head = read_head(self.folder)
+        if head is not None and head.num_events > self._sequence:
+            raise RecordError(
+                f"{self._path} has {self._sequence} events, but {head.num_events} were there: its end is lost",
+                hint="put the file back; what is left can be read, not continued",
+            )
 
     def put_blob(self, data: bytes) -> str:
         return self.blobs.put(data)
 
     def close(self) -> None:
-        """Sync to the disk and give up the lock."""
+        """Sync to the disk and give up the lock. Idempotent."""
         with self._guard:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.close(self._lock)
+            if not self._file.closed:
+                self._sync()
+                self._file.close()
+                os.close(self._lock)
 
     def __enter__(self) -> EventLog:
         return self
@@ -108,11 +170,18 @@ def _tail(path: Path) -> tuple[int, str, int]:
     """Next sequence number, hash of the last whole line, and how many torn bytes were cut off behind it."""
     if not path.exists():
         return 0, GENESIS, 0
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
+    size, length = path.stat().st_size, TAIL_BYTES
+    with path.open("rb") as file:
+        while True:  # until the last whole line is in it
+            file.seek(max(0, size - length))
+            data = file.read()
+            whole = data.rfind(b"\n") + 1
+            if length >= size or data.rfind(b"\n", 0, max(0, whole - 1)) >= 0:
+                break
+            length *= 8
     torn = len(data) - whole
     if torn:
-        os.truncate(path, whole)
+        os.truncate(path, size - torn)
     lines = data[:whole].splitlines()
     if not lines:
         return 0, GENESIS, torn

@@ -14,10 +14,10 @@ import msgspec
 
 from tandem.core import wire
 from tandem.core.errors import RecordError
-from tandem.core.events import Envelope, EpisodeFinished, RunResumed
+from tandem.core.events import Envelope, EpisodeFinished, RunFinished, RunResumed
 from tandem.core.types import Episode
 from tandem.record.blobs import BlobStore
-from tandem.record.log import BLOBS, EVENTS, GENESIS
+from tandem.record.log import BLOBS, EVENTS, GENESIS, read_head
 
 
 def read_all(folder: Path) -> Iterator[Envelope]:
@@ -53,33 +53,49 @@ def read(folder: Path) -> list[Envelope]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of ``verify``: how many events are good, and what is wrong with the first bad one."""
+    """Outcome of ``verify``: how many events are good, and what is wrong with the first bad one. ``ended`` says whether
+    the last one is the end of the run; if not it is still running, was killed, or lost lines that were never synced."""
 
     num_events: int
     problem: str = ""
+    ended: bool = False
 
 
 def verify(folder: Path) -> Verdict:
-    """Walk the hash chain, and check that every episode's blob holds what its name says."""
-    previous, count = GENESIS, 0
-    blobs = BlobStore(folder / BLOBS)
+    """Walk the hash chain up to its end, and check that every episode's blob holds what its name says.
+
+    Raises:
+        RecordError: no log there.
+    """
+    path = folder / EVENTS
+    if not path.is_file():
+        raise RecordError(f"no run in {folder}", hint="tandem runs list names the runs of a folder")
+    previous, count, ended = GENESIS, 0, False
+    head, blobs = read_head(folder), BlobStore(folder / BLOBS)
     decoder = msgspec.json.Decoder(Envelope)
-    data = (folder / EVENTS).read_bytes()
-    for line in data.splitlines():
-        try:
-            envelope = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            return Verdict(count, f"event {count} is broken: {error}")
-        if envelope.sequence != count or envelope.previous != previous:
-            return Verdict(count, f"event {count} does not follow from the one before it")
-        if isinstance(envelope.event, EpisodeFinished):
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return Verdict(count, "the last line is torn")
             try:
-                blobs.get(envelope.event.blob)
-            except RecordError as error:
-                return Verdict(count, f"event {count}: {error.message}")
-        previous = wire.digest(line)
-        count += 1
-    return Verdict(count) if data.endswith(b"\n") or not data else Verdict(count, "the last line is torn")
+                envelope = decoder.decode(line[:-1])
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                return Verdict(count, f"event {count} is broken: {error}")
+            if envelope.sequence != count or envelope.previous != previous:
+                return Verdict(count, f"event {count} does not follow from the one before it")
+            previous = wire.digest(line[:-1])
+            if head is not None and head.num_events == count + 1 and head.digest != previous:
+                return Verdict(count, f"event {count} is not the one that was written")
+            if isinstance(envelope.event, EpisodeFinished):
+                try:
+                    blobs.get(envelope.event.blob)
+                except RecordError as error:
+                    return Verdict(count, f"event {count}: {error.message}")
+            ended = isinstance(envelope.event, RunFinished)
+            count += 1
+    if head is not None and head.num_events > count:
+        return Verdict(count, f"the end is lost: {head.num_events} events were there, {count} are left")
+    return Verdict(count, ended=ended)
 
 
 def episodes(folder: Path) -> dict[str, EpisodeFinished]:

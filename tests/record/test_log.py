@@ -1,6 +1,7 @@
 """The event log: one writer, chained, whole after a crash."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import threading
 import pytest
 
 from tandem.core.errors import RecordError
-from tandem.core.events import WarningRaised
+from tandem.core.events import RunFinished, WarningRaised
 from tandem.record.log import EventLog
 from tandem.record.replay import Verdict, read_all, verify
 
@@ -51,13 +52,12 @@ def test_a_torn_last_line_is_cut_off_and_said_so(tmp_path):
         log.emit(said(0))
         log.emit(said(1))
     path = tmp_path / "events.jsonl"
-    path.write_bytes(path.read_bytes()[:-10])
-    assert messages(tmp_path) == ["0"]
-    assert "torn" in verify(tmp_path).problem or "broken" in verify(tmp_path).problem
+    path.write_bytes(path.read_bytes() + b'{"sequence":2,"time":1')
+    assert messages(tmp_path) == ["0", "1"]
+    assert verify(tmp_path) == Verdict(2, "the last line is torn")
     with EventLog(tmp_path) as log:
         log.emit(said(2))
-    assert messages(tmp_path)[0] == "0" and "a torn last line" in messages(tmp_path)[1]
-    assert messages(tmp_path)[2] == "2"
+    assert messages(tmp_path) == ["0", "1", "a torn last line of 22 bytes was cut off", "2"]
     assert verify(tmp_path).problem == ""
 
 
@@ -65,7 +65,7 @@ def test_a_killed_writer_loses_nothing_it_emitted(tmp_path):
     program = f"""
 import os, signal
 from pathlib import Path
-from tandem.core.events import WarningRaised
+from tandem.core.events import RunFinished, WarningRaised
 from tandem.record.log import EventLog
 log = EventLog(Path({str(tmp_path)!r}))
 for number in range(100):
@@ -112,3 +112,50 @@ def test_a_log_whose_last_line_is_no_event_is_not_continued(tmp_path):
     path.write_bytes(path.read_bytes() + b"{}\n")
     with pytest.raises(RecordError, match="last event is broken"):
         EventLog(tmp_path)
+
+
+def test_a_log_that_lost_its_end_is_neither_good_nor_continued(tmp_path):
+    with EventLog(tmp_path) as log:
+        for number in range(4):
+            log.emit(said(number))
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert verify(tmp_path) == Verdict(3, "the end is lost: 4 events were there, 3 are left")
+    with pytest.raises(RecordError, match="its end is lost"):
+        EventLog(tmp_path)
+    with pytest.raises(RecordError, match="its end is lost"):  # the refusal holds no lock
+        EventLog(tmp_path)
+
+
+def test_a_full_disk_ends_the_run_and_leaves_whole_lines(tmp_path):
+    with EventLog(tmp_path) as log:
+        log.emit(said(0))
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "events.jsonl").stat().st_size + 30, limit[1]))
+            with pytest.raises(RecordError, match="cannot be written"):
+                log.emit(said(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            signal.signal(signal.SIGXFSZ, before)
+        log.emit(said(2))
+    assert messages(tmp_path) == ["0", "2"] and verify(tmp_path).problem == ""
+
+
+def test_nothing_happens_after_the_end(tmp_path):
+    with EventLog(tmp_path) as log:
+        log.emit(RunFinished(step=0, reason="finished"))
+    log.close()
+    assert verify(tmp_path).ended
+    with pytest.raises(RecordError, match="is closed"):
+        log.emit(said(0))
+
+
+def test_a_long_last_line_is_found(tmp_path):
+    with EventLog(tmp_path) as log:
+        log.emit(said(0))
+        log.emit(said("x" * 2**20))
+    with EventLog(tmp_path) as log:
+        assert log.emit(said(2)) == 2
+    assert verify(tmp_path).num_events == 3

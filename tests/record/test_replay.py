@@ -62,3 +62,11 @@ def test_an_episode_is_found_whole_or_refused(tmp_path):
 def test_a_folder_without_a_run(tmp_path):
     with pytest.raises(RecordError, match="no run in"):
         read(tmp_path)
+
+
+def test_a_change_of_the_very_last_event_is_seen(tmp_path):
+    with EventLog(tmp_path) as log:
+        log.emit(step(1))
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"num_tokens":20', b'"num_tokens":21'))
+    assert verify(tmp_path).problem == "event 0 is not the one that was written"

@@ -82,7 +82,8 @@ def verify_run(run: str = RUN) -> None:
     verdict = verify(folder)
     if verdict.problem:
         raise RecordError(f"{folder}: {verdict.problem}", hint=f"the {verdict.num_events} events before it are good")
-    print(f"{folder}: {verdict.num_events} events, chain and episodes are whole")
+    end = "" if verdict.ended else "; it does not end: the run goes on, or was killed"
+    print(f"{folder}: {verdict.num_events} events, chain and episodes are whole{end}")
 
 
 @app.command()
