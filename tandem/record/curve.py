@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.core.errors import RecordError
+from tandem.core.errors import RecordError, boundary
 from tandem.record.metrics import TRAIN, RunMetrics, fold
 from tandem.record.replay import read
 
 CURVE = "curve.png"
+KINDS = (".png", ".svg", ".pdf")
 
 
 def draw_curve(folder: Path, target: Path | None = None) -> Path:
@@ -25,7 +26,13 @@ def draw_curve(folder: Path, target: Path | None = None) -> Path:
 
 
 def draw_curves(folders: Sequence[Path], target: Path) -> Path:
-    """Draw several runs into one picture; the suffix of ``target`` (.png, .svg) says which kind."""
+    """Draw several runs into one picture; the suffix of ``target`` says which kind.
+
+    Raises:
+        RecordError: no run has finished a step or an evaluation, or no picture can be written there.
+    """
+    if target.suffix not in KINDS:
+        raise RecordError(f"{target}: unknown kind of picture {target.suffix!r}", hint=f"one of {', '.join(KINDS)}")
     runs = {folder.name: fold(read(folder)) for folder in folders}
     if not any(metrics.steps or metrics.evaluations for metrics in runs.values()):
         raise RecordError(f"nothing to draw: no step is finished in {', '.join(runs)}")
@@ -43,7 +50,8 @@ def draw_curves(folders: Sequence[Path], target: Path) -> Path:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize="small")
     axes.set_title(", ".join(runs) if len(runs) == 1 else f"{len(runs)} runs", fontsize="medium")
-    figure.savefig(target, dpi=120)
+    with boundary(RecordError, f"{target} cannot be written"):
+        figure.savefig(target, dpi=120)
     return target
 
 

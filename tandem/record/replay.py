@@ -37,7 +37,8 @@ def read_all(folder: Path) -> Iterator[Envelope]:
             try:
                 yield decoder.decode(line[:-1])
             except msgspec.DecodeError as error:
-                raise RecordError(f"{path}:{number + 1} is no event: {error}") from error
+                hint = f"tandem runs verify {folder} names the first bad event"
+                raise RecordError(f"{path}:{number + 1} is no event: {error}", hint=hint) from error
 
 
 def read(folder: Path) -> list[Envelope]:

@@ -24,7 +24,7 @@ def summarise_run(folder: Path) -> str:
 def summarise_metrics(metrics: RunMetrics) -> str:
     """The same from folded events."""
     parts = [_evaluations(metrics), _training(metrics), _time(metrics), _failures(metrics)]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in parts if part) or "nothing has happened yet"
 
 
 def number(value: float | None, form: str = ".3f") -> str:

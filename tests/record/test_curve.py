@@ -25,3 +25,11 @@ def test_one_run_and_several(tmp_path):
 def test_a_run_without_steps_has_no_curve(tmp_path):
     with pytest.raises(RecordError, match="nothing to draw"):
         draw_curve(write(tmp_path / "a", [started()]))
+
+
+def test_a_picture_that_cannot_be_made_is_a_clear_error(tmp_path):
+    run = write(tmp_path / "a", small_run())
+    with pytest.raises(RecordError, match="unknown kind of picture '.foo'"):
+        draw_curve(run, tmp_path / "x.foo")
+    with pytest.raises(RecordError, match="cannot be written"):
+        draw_curve(run, tmp_path / "no" / "x.png")

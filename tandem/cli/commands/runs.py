@@ -27,7 +27,11 @@ def list_runs(folder: Path = typer.Argument(Path("runs"), help="Where run folder
         raise RecordError(f"no runs in {folder}", hint="tandem train recipes/demo.toml makes one")
     rows = [["run", "started", "state", "steps", "reward", "held-out success"]]
     for path in found:
-        metrics = fold(read(path))
+        try:
+            metrics = fold(read(path))
+        except RecordError:  # one broken log must not hide the other runs; tandem runs verify says what is wrong
+            rows.append([path.name, "-", "broken", "-", "-", "-"])
+            continue
         steps = metrics.phase_steps()
         started = metrics.started
         rows.append(

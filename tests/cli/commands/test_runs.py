@@ -57,3 +57,15 @@ def test_an_unknown_episode_names_known_ones(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs" / "first")
     assert run(["runs", "show", "first", "--episode", "e"]) == 1
     assert "such as: e1" in capsys.readouterr().err
+
+
+def test_a_broken_log_does_not_hide_the_other_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "first")
+    write_run(tmp_path / "runs" / "second")
+    (tmp_path / "runs" / "second" / "events.jsonl").write_bytes(b"{}\n")
+    assert run(["runs", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "finished" in out and "broken" in out
+    assert run(["runs", "show", "second"]) == 1
+    assert "tandem runs verify" in capsys.readouterr().err
