@@ -36,7 +36,7 @@ STALL_S = 60.0  # a step that has not come back after so long is named in the lo
 class _Flight:
     """A request in the engine and who waits for it."""
 
-    __slots__ = ("ended", "future", "heard", "on_tokens", "request")
+    __slots__ = ("future", "on_tokens", "request")
 
     def __init__(
         self, request: Request, future: asyncio.Future[Completion], on_tokens: Callable[[Sequence[int]], None] | None
@@ -44,8 +44,6 @@ class _Flight:
         self.request = request
         self.future = future
         self.on_tokens = on_tokens
-        self.heard = request.num_tokens
-        self.ended = False  # aborted or cancelled: leaves at the next pause between steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +80,13 @@ class InferEngine:
             self._blocks, seats, max_step_tokens=infer.max_step_tokens, prefix_cache=infer.prefix_cache
         )
         self._runner = Runner(model, seats, num_blocks * infer.block_size)
-        self._flights: dict[str, _Flight] = {}
-        self._arrivals: list[_Flight] = []  # in flight, not yet with the scheduler
+        self._flights: dict[Request, _Flight] = {}
+        self._by_id: dict[str, Request] = {}  # those that may be aborted
+        self._arrivals: list[Request] = []  # in flight, not yet with the scheduler
+        self._ended: list[Request] = []  # aborted or cancelled: leave between two steps
         self._pump: asyncio.Task[None] | None = None
-        self._step_lock = threading.Lock()
+        self._ticket: object = None  # of the pump whose steps count: a late job of a cancelled one does nothing
+        self._lock = threading.Lock()  # over the scheduler: a step has it, or the event loop between two steps
         self._closed = False
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._busy_s = 0.0
@@ -97,20 +98,21 @@ class InferEngine:
         self._check(request)
         loop = asyncio.get_running_loop()
         flight = _Flight(Request(request, eos_ids=self._eos_ids), loop.create_future(), on_tokens)
-        self._flights[request.id] = flight
-        self._arrivals.append(flight)
+        self._flights[flight.request] = flight
+        self._by_id[request.id] = flight.request
+        self._arrivals.append(flight.request)
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._run(), name="tandem-infer")
         try:
             return await flight.future
         except asyncio.CancelledError:
-            flight.ended = True
+            self._end(flight.request)
             raise
 
     async def abort(self, request_id: str) -> None:
         """End a request now; it returns what it has."""
-        if (flight := self._flights.get(request_id)) is not None:
-            flight.ended = True
+        if (request := self._by_id.get(request_id)) is not None:
+            self._end(request)
 
     async def load(self, version: WeightVersion) -> None:
         """Serve ``version``: it is an alias of the live weights, which every step reads, with their number."""
@@ -142,7 +144,7 @@ class InferEngine:
     def _check(self, request: GenerateRequest) -> None:
         if self._closed:
             raise EngineError(f"request {request.id}: the engine is closed")
-        if request.id in self._flights:
+        if request.id in self._by_id:
             raise EngineError(f"request {request.id} is in flight already")
         prompt, params = request.prompt_ids, request.params
         if not len(prompt) or params.max_tokens < 1:
@@ -160,74 +162,87 @@ class InferEngine:
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise EngineError(f"request {request.id}: prompt ids outside the vocabulary of {self._vocab_size}")
 
+    # ---- the event loop's side
+
+    def _end(self, request: Request) -> None:
+        """Mark a request to leave at the next pause between steps; its name is free at once."""
+        if self._by_id.get(request.id) is request:
+            del self._by_id[request.id]
+            self._ended.append(request)
+
     async def _run(self) -> None:
         """Step until nothing is in flight."""
+        ticket = self._ticket = object()
         try:
             while self._flights and not self._closed:
-                self._take_in()
+                with self._lock:
+                    self._take_in()
                 if self._flights:
-                    await self._one_step()
+                    outcome = await self._one_step(ticket)
+                    with self._lock:
+                        if isinstance(outcome, _Failed):
+                            self._fail(outcome)
+                        else:
+                            self._deliver(outcome)
         finally:
-            with self._step_lock:  # a step in the compute thread ends before its requests are taken from it
+            with self._lock:  # a step in the compute thread ends before its requests are taken from it
+                self._ticket = None
                 reason = "the engine was closed" if self._closed else "the engine's loop ended"
-                for flight in list(self._flights.values()):
-                    self._leave(flight, EngineError(f"request {flight.request.id}: {reason}"))
+                for request in list(self._flights):
+                    self._leave(request, EngineError(f"request {request.id}: {reason}"))
+                self._ended.clear()
 
-    async def _one_step(self) -> None:
-        job = asyncio.ensure_future(self._compute.run("infer", self._step))
+    async def _one_step(self, ticket: object) -> StepPlan | _Failed:
+        job = asyncio.ensure_future(self._compute.run("infer", lambda: self._step(ticket)))
         waited = 0.0
         while not (await asyncio.wait([job], timeout=STALL_S))[0]:
             waited += STALL_S
-            log.warning(
-                "an engine step is not back after %.0f s; in flight: %s", waited, ", ".join(sorted(self._flights))
-            )
+            names = ", ".join(sorted(request.id for request in self._flights))
+            log.warning("no engine step came back for %.0f s (the compute thread is busy?): %s wait", waited, names)
         try:
-            outcome = job.result()
+            return job.result()
         except EngineError as error:  # the compute queue is closed: nothing will run any more
-            outcome = _Failed([flight.request for flight in self._flights.values()], error)
-        if isinstance(outcome, _Failed):
-            self._fail(outcome)
-        else:
-            self._deliver(outcome)
+            return _Failed(list(self._flights), error)
 
     def _take_in(self) -> None:
-        """Between steps: new requests go to the scheduler, ended ones leave it."""
+        """Between steps: ended requests leave, new ones go to the scheduler."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            if request in self._flights:
+                self._leave(request)
         arrivals, self._arrivals = self._arrivals, []
-        for flight in arrivals:
-            self._scheduler.add(flight.request)
-        for flight in [flight for flight in self._flights.values() if flight.ended]:
-            self._leave(flight)
+        for request in arrivals:
+            self._scheduler.add(request)
 
     def _deliver(self, plan: StepPlan) -> None:
         """After a step: stream its tokens, complete what is done."""
         for request in plan.sampled:
-            flight = self._flights[request.id]
-            if flight.on_tokens is not None and not flight.ended:
-                fresh = request.tokens[flight.heard : request.num_tokens].tolist()
-                flight.heard = request.num_tokens
+            flight = self._flights[request]
+            if flight.on_tokens is not None and not flight.future.done():
                 try:
-                    flight.on_tokens(fresh)
+                    flight.on_tokens([int(request.tokens[request.num_tokens - 1])])
                 except Exception as error:  # foreign code: its request fails, the others go on
-                    self._leave(flight, EngineError(f"request {request.id}: its listener raised {error!r}"))
+                    self._leave(request, EngineError(f"request {request.id}: its listener raised {error!r}"))
                     continue
             if request.finish_reason is not None:
-                self._leave(flight)
+                self._leave(request)
 
     def _fail(self, failed: _Failed) -> None:
         """A step failed: its requests end with the reason, the others go on."""
         cause = failed.error
+        log.error("an engine step failed", exc_info=cause)
         for request in failed.requests:
-            if (flight := self._flights.get(request.id)) is not None:
-                error = EngineError(f"request {request.id}: the engine step failed: {type(cause).__name__}: {cause}")
-                error.__cause__ = cause
-                self._leave(flight, error)
+            error = EngineError(f"request {request.id}: the engine step failed: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            self._leave(request, error)
 
-    def _leave(self, flight: _Flight, error: EngineError | None = None) -> None:
+    def _leave(self, request: Request, error: EngineError | None = None) -> None:
         """Take a request out, give its blocks back, and tell its caller."""
-        request = flight.request
-        del self._flights[request.id]
-        if flight in self._arrivals:
-            self._arrivals.remove(flight)
+        flight = self._flights.pop(request)
+        if self._by_id.get(request.id) is request:
+            del self._by_id[request.id]
+        if request in self._arrivals:
+            self._arrivals.remove(request)
         else:
             self._scheduler.remove(request)
         if flight.future.done():  # the caller was cancelled
@@ -239,9 +254,11 @@ class InferEngine:
 
     # ---- the compute thread's side
 
-    def _step(self) -> StepPlan | _Failed:
+    def _step(self, ticket: object) -> StepPlan | _Failed:
         """Plan, compute and sample under one version of the weights."""
-        with self._step_lock:
+        with self._lock:
+            if ticket is not self._ticket:
+                return _Failed([], EngineError("nobody waits for this step"))
             started = time.perf_counter()
             plan: StepPlan | None = None
             try:
