@@ -21,7 +21,7 @@ class Seats:
         self.width = blocks * block_size
         self.slots_MN = np.zeros((num_seats, self.width), np.int32)
         self.temperature_M = np.ones(num_seats, np.float32)
-        self.top_p_M = np.ones(num_seats, np.float32)
+        self.top_p_M = np.ones(num_seats, np.float64)
         self.top_k_M = np.zeros(num_seats, np.int64)
         self.seed_M = np.zeros(num_seats, np.uint64)
         self._block_size = block_size

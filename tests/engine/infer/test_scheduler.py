@@ -1,0 +1,214 @@
+"""The plan of a step: everyone ends, every token is computed once, blocks never leak, memory is never shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.core.types import GenerateRequest, SamplingParams, ids
+from tandem.engine.infer.kv_cache import BlockManager
+from tandem.engine.infer.request import NO_SEAT, Request
+from tandem.engine.infer.scheduler import Scheduler, StepPlan
+from tandem.engine.infer.seats import Seats
+
+SIZE, WIDTH = 4, 40
+
+
+def scheduler(*, num_blocks: int = 40, seats: int = 8, tokens: int = 16, prefix_cache: bool = True) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, SIZE), Seats(seats, WIDTH, SIZE), max_step_tokens=tokens, prefix_cache=prefix_cache
+    )
+
+
+def made(prompt: Sequence[int], max_tokens: int = 4, name: str = "r") -> Request:
+    return Request(GenerateRequest(id=name, prompt_ids=ids(prompt), params=SamplingParams(max_tokens=max_tokens)))
+
+
+class Memory:
+    """What a step does to the cache, without a model: each slot remembers the tokens up to it and the version. A
+    row that reads a slot must find exactly what it would have computed itself."""
+
+    def __init__(self, planner: Scheduler) -> None:
+        self.planner = planner
+        self.slots: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.mixed: set[Request] = set()
+
+    def step(self, version: int = 0) -> StepPlan:
+        plan = self.planner.plan(version)
+        rows = [(request, request.num_computed, 1) for request in plan.decodes]
+        rows += [(chunk.request, chunk.start, chunk.count) for chunk in plan.chunks]
+        assert len({id(request) for request, _, _ in rows}) == len(rows)
+        for request, start, count in rows:
+            assert start == request.num_computed
+            slots = self.planner.seats.slots_MN[request.seat, : start + count]
+            assert len(set(slots.tolist())) == len(slots)
+            for place in range(start, start + count):
+                self.slots[int(slots[place])] = (tuple(request.tokens[: place + 1].tolist()), version)
+            for place, slot in enumerate(slots.tolist()):
+                written, under = self.slots[slot]
+                assert written == tuple(request.tokens[: place + 1].tolist()), f"{request.id} reads another prefix"
+                if under != version:
+                    self.mixed.add(request)  # allowed only if it was there before the change (checked by the caller)
+        self.planner.commit(plan)
+        for request in plan.sampled:
+            request.append(int(request.tokens[: request.num_tokens].sum()) % 7, -1.0, version)
+            if request.finish_reason is not None:
+                self.planner.remove(request)
+        return plan
+
+
+def test_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
+    planner = scheduler(tokens=8)
+    memory = Memory(planner)
+    first = made(range(4), name="a")
+    planner.add(first)
+    memory.step()
+    long = made(range(10, 30), name="b")
+    planner.add(long)
+    plan = memory.step()
+    assert plan.decodes == [first]
+    assert [(chunk.start, chunk.count, chunk.is_last) for chunk in plan.chunks] == [(0, 7, False)]
+    assert plan.sampled == [first]
+    plans = [memory.step(), memory.step()]
+    assert [(chunk.start, chunk.count, chunk.is_last) for plan in plans for chunk in plan.chunks] == [
+        (7, 7, False),
+        (14, 6, True),
+    ]
+
+
+def test_siblings_wait_for_the_one_that_computes_their_prompt() -> None:
+    planner = scheduler(tokens=16)
+    memory = Memory(planner)
+    siblings = [made(range(13), name=f"s{i}") for i in range(4)]
+    stranger = made([7, 7, 7], name="stranger")
+    for request in [*siblings, stranger]:
+        planner.add(request)
+    plan = memory.step()
+    assert [chunk.request.id for chunk in plan.chunks] == ["s0", "stranger"]  # others do not wait with them
+    plan = memory.step()
+    assert [(chunk.request.id, chunk.start, chunk.count) for chunk in plan.chunks] == [
+        ("s1", 12, 1), ("s2", 12, 1), ("s3", 12, 1),
+    ]  # fmt: skip
+    assert [request.num_cached for request in siblings] == [0, 12, 12, 12]
+
+
+def test_siblings_go_on_when_the_one_they_wait_for_leaves() -> None:
+    planner = scheduler(tokens=8)
+    memory = Memory(planner)
+    first, second = made(range(20), name="a"), made(range(20), name="b")
+    planner.add(first)
+    planner.add(second)
+    memory.step()
+    planner.remove(first)
+    plan = memory.step()
+    assert [(chunk.request.id, chunk.start) for chunk in plan.chunks] == [("b", 8)]  # what was computed is used
+
+
+def test_a_second_turn_finds_prompt_and_answer() -> None:
+    planner = scheduler()
+    memory = Memory(planner)
+    first = made(range(10), max_tokens=6)
+    planner.add(first)
+    while planner.running or planner.waiting:
+        memory.step()
+    second = made([*first.tokens.tolist(), 1, 2])
+    planner.add(second)
+    memory.step()
+    assert second.num_cached == 12  # 15 tokens were computed: three full blocks
+
+
+def test_nothing_of_an_old_version_is_found() -> None:
+    planner = scheduler()
+    memory = Memory(planner)
+    early = made(range(9), max_tokens=12, name="early")
+    planner.add(early)
+    memory.step(version=0)
+    late = made(range(9), max_tokens=1, name="late")
+    planner.add(late)
+    while planner.running or planner.waiting:
+        memory.step(version=1)
+    assert late.num_cached == 0
+    assert memory.mixed == {early}
+    again = made(early.tokens.tolist(), name="again")  # nor what went on under the new one behind old keys
+    planner.add(again)
+    memory.step(version=1)
+    assert again.num_cached == 8 and again not in memory.mixed  # late's blocks, all of version 1
+
+
+def test_the_youngest_is_preempted_and_its_place_is_kept() -> None:
+    planner = scheduler(num_blocks=10, tokens=64, prefix_cache=False)
+    memory = Memory(planner)
+    old, young, waiting = (made(range(12), max_tokens=24, name=name) for name in ("old", "young", "waiting"))
+    for request in (old, young):
+        planner.add(request)
+    while not planner.num_preemptions:
+        memory.step()
+        if planner.running and waiting.order == 0:
+            planner.add(waiting)
+    assert planner.running == [old]
+    assert planner.waiting == [young, waiting]
+    assert young.num_computed == 0 and young.num_generated > 0
+    while planner.requests:
+        memory.step()
+    assert young.num_generated == waiting.num_generated == 24
+
+
+def test_more_seats_than_a_step_has_tokens() -> None:
+    planner = scheduler(seats=8, tokens=3)
+    memory = Memory(planner)
+    requests = [made([i + 1], max_tokens=5, name=str(i)) for i in range(8)]
+    for request in requests:
+        planner.add(request)
+    for _ in range(30):
+        if planner.requests:
+            plan = memory.step()
+            assert len(plan.decodes) + sum(chunk.count for chunk in plan.chunks) <= 3
+    assert all(request.num_generated == 5 for request in requests)
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 18), st.integers(0, 12)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    jobs=REQUESTS,
+    num_blocks=st.integers(10, 24),
+    seats=st.integers(1, 6),
+    tokens=st.integers(1, 24),
+    prefix_cache=st.booleans(),
+    updates=st.sets(st.integers(0, 40), max_size=3),
+    aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=4),
+)
+def test_everyone_ends_and_nothing_leaks(jobs, num_blocks, seats, tokens, prefix_cache, updates, aborts) -> None:
+    planner = scheduler(num_blocks=num_blocks, seats=seats, tokens=tokens, prefix_cache=prefix_cache)
+    memory = Memory(planner)
+    requests = [
+        made([branch] * length, max_tokens=answer, name=str(i)) for i, (branch, length, answer, _) in enumerate(jobs)
+    ]
+    arrivals = sorted(zip(requests, jobs, strict=True), key=lambda pair: pair[1][3])
+    left, version, step, aborted = list(arrivals), 0, 0, set()
+    seated_before: set[Request] = set()
+    while left or planner.requests:
+        while left and left[0][1][3] <= step:
+            planner.add(left.pop(0)[0])
+        if step in updates:
+            version += 1
+            seated_before |= set(planner.running)
+        if (victim := aborts.get(step)) is not None and victim < len(requests) and requests[victim] in planner.requests:
+            planner.remove(requests[victim])
+            aborted.add(requests[victim])
+        if planner.requests:
+            assert memory.step(version), "requests are there and nothing is planned"
+        step += 1
+        assert step < 3000, "no end in sight"
+    assert memory.mixed <= seated_before  # old keys only for those that sat there when the weights changed
+    for request in requests:
+        assert request in aborted or request.num_generated == request.params.max_tokens
+        assert request.seat == NO_SEAT and not request.blocks
+    assert planner.blocks.num_used == 0 and planner.seats.num_free == seats
+    assert not planner._claims
+    assert len(planner.blocks.allocate(num_blocks) or ()) == num_blocks
