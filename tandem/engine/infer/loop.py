@@ -165,8 +165,10 @@ class InferEngine:
     # ---- the event loop's side
 
     def _end(self, request: Request) -> None:
-        """Mark a request to leave at the next pause between steps; its name is free at once."""
-        if self._by_id.get(request.id) is request:
+        """Let a request leave: at once if no step knows it, else at the next pause. Its name is free at once."""
+        if request in self._arrivals:
+            self._leave(request)
+        elif self._by_id.get(request.id) is request:
             del self._by_id[request.id]
             self._ended.append(request)
 

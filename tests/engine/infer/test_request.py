@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tandem.core.types import FinishReason, GenerateRequest, SamplingParams, ids
 from tandem.engine.infer.request import Request
 
 
-def made(**params: object) -> Request:
+def made(**params: Any) -> Request:
     return Request(GenerateRequest(id="r", prompt_ids=ids([5, 6]), params=SamplingParams(**params)), eos_ids=[2])
 
 
