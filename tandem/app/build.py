@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.app.preflight import Ready
+from tandem.app.preflight import ModelFiles, Ready
 from tandem.config.tree import Recipe
 from tandem.core.protocols import EventSink
 from tandem.core.types import WeightVersion
@@ -56,10 +56,10 @@ def set_threads(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.engine.threads or len(os.sched_getaffinity(0)))
 
 
-def load_weights(recipe: Recipe, ready: Ready) -> PublishedWeights:
+def load_weights(recipe: Recipe, files: ModelFiles) -> PublishedWeights:
     """Load the model that the checks found."""
     model = load_model(
-        ready.model_path,
+        files.path,
         dtype=DTYPES[recipe.model.dtype],
         device=pick_device(recipe.model.device),
         numerics=recipe.engine.numerics,
@@ -67,15 +67,15 @@ def load_weights(recipe: Recipe, ready: Ready) -> PublishedWeights:
     return PublishedWeights(model)
 
 
-def make_engine(recipe: Recipe, ready: Ready, weights: PublishedWeights, compute: ComputeQueue) -> InferEngine:
+def make_engine(recipe: Recipe, files: ModelFiles, weights: PublishedWeights, compute: ComputeQueue) -> InferEngine:
     """The inference engine on the live weights."""
     return InferEngine(
         weights.model,
         weights,
         recipe.engine,
         compute,
-        max_context_tokens=ready.max_context_tokens,
-        eos_ids=ready.spec.eos_ids,
+        max_context_tokens=files.max_context_tokens,
+        eos_ids=files.spec.eos_ids,
     )
 
 
@@ -86,18 +86,18 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
     boxes = SandboxManager(recipe.sandbox, sink)
     compute = ComputeQueue()
     try:
-        weights = load_weights(recipe, ready)
-        engine = make_engine(recipe, ready, weights, compute)
+        weights = load_weights(recipe, ready.model)
+        engine = make_engine(recipe, ready.model, weights, compute)
         try:
             rollout = RolloutDriver(
                 environment=ready.environment,
                 engine=engine,
-                renderer=ready.renderer,
+                renderer=ready.model.renderer,
                 sandboxes=boxes,
                 sandbox_spec=spec_of(recipe.sandbox),
                 sink=sink,
                 section=recipe.rollout,
-                max_context_tokens=ready.max_context_tokens,
+                max_context_tokens=ready.model.max_context_tokens,
                 seed=recipe.trainer.seed,
                 in_order=recipe.trainer.deterministic,
             )

@@ -57,23 +57,29 @@ class TrainingSession:
                 await self._warm_up()
                 await self._evaluate(WARMED, 0)
         loop, store = self._make_loop()
+        self.loop = loop
         if fresh:
             await loop.save(0)
         else:
-            latest = store.latest()
-            assert latest is not None
-            extra = await asyncio.to_thread(store.restore, latest)
-            loop.restore(cast("Mapping[str, object]", extra["loop"]))
-            parts.rollout.restore(cast("Mapping[str, object]", extra["rollout"]))
-        self.loop = loop
+            await self._restore(loop, store)
         version = WeightVersion(number=parts.weights.version, step=loop.step)
         await parts.engine.load(version)
         self._reported = parts.engine.stats()
         if loop.step < recipe.trainer.steps:
-            parts.rollout.start(version)
+            parts.rollout.start(version, last_step=recipe.trainer.steps)
             await loop.run(version)
         await self._evaluate(FINAL, loop.step)
         return self.export()
+
+    async def _restore(self, loop: TrainingLoop, store: CheckpointStore) -> None:
+        latest = store.latest()
+        assert latest is not None
+        extra = await asyncio.to_thread(store.restore, latest)
+        loop.restore(cast("Mapping[str, object]", extra["loop"]))
+        self._parts.rollout.restore(cast("Mapping[str, object]", extra["rollout"]))
+        every = self._parts.recipe.trainer.eval_every
+        if loop.step and every and loop.step % every == 0:  # it follows the checkpoint, so it may be missing
+            await self._evaluate_step(loop.step)
 
     def _make_loop(self) -> tuple[TrainingLoop, CheckpointStore]:
         recipe, parts = self._parts.recipe, self._parts
@@ -100,7 +106,8 @@ class TrainingSession:
                 source=parts.rollout,
                 sink=self._sink,
                 store=store,
-                on_version=self._pass_on,
+                report=self._report,
+                on_version=parts.load,
                 evaluate=self._evaluate_step,
                 extra=lambda: {"rollout": parts.rollout.state()},
                 reference=Scorer(reference, parts.compute, recipe.engine.train).score if reference else None,
@@ -121,7 +128,7 @@ class TrainingSession:
         """Write the weights as a Hugging Face folder ``model`` in the run folder (a newer one replaces it)."""
         target, fresh = self._folder / "model", self._folder / ".model-new"
         shutil.rmtree(fresh, ignore_errors=True)
-        save_model(self._parts.weights.model, fresh, tokenizer_from=self._parts.ready.model_path)
+        save_model(self._parts.weights.model, fresh, tokenizer_from=self._parts.ready.model.path)
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
         return target
@@ -157,13 +164,9 @@ class TrainingSession:
         seed = derive_seed("demonstrations", recipe.trainer.seed)
         samples = []
         for number, messages in enumerate(demonstrations(ready.environment, count, seed)):
-            made = demonstrate(messages, tools, ready.renderer, name=f"demonstration-{number}")
+            made = demonstrate(messages, tools, ready.model.renderer, name=f"demonstration-{number}")
             samples.append(demonstration(made.episode_id, made.token_ids, made.loss_mask))
         return samples
-
-    async def _pass_on(self, version: WeightVersion) -> None:
-        self._report(version.step)
-        await self._parts.load(version)
 
     def _report(self, step: int) -> None:
         """The engine's counters since the report before, for the event of this step."""
@@ -182,6 +185,7 @@ class TrainingSession:
     async def _evaluate_step(self, step: int) -> None:
         if step < self._parts.recipe.trainer.steps:  # the last one has its own name
             await self._evaluate(f"step {step}", step)
+            self._reported = self._parts.engine.stats()  # what an evaluation sampled is no step's
 
     async def _evaluate(self, name: str, step: int) -> None:
         section = self._parts.recipe.environment
@@ -194,6 +198,5 @@ class TrainingSession:
         episodes = await self._parts.rollout.evaluate(
             tasks, name=name, version=version, temperature=section.eval_temperature
         )
-        families = {task.id: str(task.private.get("family", "")) for task in tasks}
         duration_s = time.perf_counter() - started
-        self._sink.emit(summarise(episodes, families, name=name, step=step, duration_s=duration_s))
+        self._sink.emit(summarise(episodes, tasks, name=name, step=step, duration_s=duration_s))

@@ -5,18 +5,19 @@ Invariant: a failed episode is counted as failed and is in no mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tandem.core.events import EvaluationFinished
-from tandem.core.types import Episode
+from tandem.core.types import Episode, Task
 
 SUCCESS = 1.0  # an episode succeeds when its reward reaches this
 
 
 def summarise(
-    episodes: Sequence[Episode], families: Mapping[str, str], *, name: str, step: int, duration_s: float
+    episodes: Sequence[Episode], tasks: Sequence[Task], *, name: str, step: int, duration_s: float
 ) -> EvaluationFinished:
-    """Success and mean reward over all scored episodes, and success by family (``families``: task id to name)."""
+    """Success and mean reward over all scored episodes, and success by family (a task's private ``family``)."""
+    families = {task.id: str(task.private.get("family", "")) for task in tasks}
     scored = [(families.get(episode.task_id, ""), episode.reward) for episode in episodes if episode.reward is not None]
     by_family: dict[str, list[float]] = {}
     for family, reward in scored:

@@ -39,14 +39,15 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connections:
-    """What the loop is joined to. ``on_version`` hands a version to inference and scheduler; ``evaluate`` runs
-    an evaluation of a step; ``extra`` is what a checkpoint must hold beyond weights and loop; ``reference``
-    scores under frozen weights where the algorithm needs it."""
+    """What the loop is joined to. ``report`` says what others counted during a step; ``on_version`` hands a
+    version to inference and scheduler; ``evaluate`` runs an evaluation of a step; ``extra`` is what a checkpoint
+    must hold beyond weights and loop; ``reference`` scores under frozen weights where the algorithm needs it."""
 
     engine: TrainEngine
     source: GroupSource
     sink: EventSink
     store: WeightStore
+    report: Callable[[int], None]
     on_version: Callable[[WeightVersion], Awaitable[None]]
     evaluate: Callable[[int], Awaitable[None]]
     extra: Callable[[], Mapping[str, object]]
@@ -132,6 +133,7 @@ class TrainingLoop:
             ),
             cause=cause,
         )
+        self._to.report(step)
         await self._after(step, version, cause)
         return version
 

@@ -25,10 +25,12 @@ class Run:
     def __init__(self, section: TrainerSection, *, groups_per_step: int = 2, rewards=(1.0, 0.0)) -> None:
         self.sink, self.store, self.engine, self.source = MemorySink(), MemoryStore(), CountingEngine(), QueueSource()
         self.order: list[str] = []
+        self.reports: list[int] = []
         self.rewards, self.groups_per_step, self.released = rewards, groups_per_step, 0
         self.loop = TrainingLoop(
             Connections(
-                engine=self.engine, source=self.source, sink=self.sink, store=self.store, on_version=self.on_version,
+                engine=self.engine, source=self.source, sink=self.sink, store=self.store,
+                report=self.reports.append, on_version=self.on_version,
                 evaluate=self.evaluate, extra=lambda: {"rollout": {"next": self.released}},
             ),
             Batcher(GRPO, TrainSection(), staleness=0, sink=self.sink),
@@ -56,6 +58,7 @@ def test_steps_checkpoints_and_evaluations_come_in_order() -> None:
     assert [e.step for e in run.sink.of(StepFinished)] == [1, 2, 3, 4, 5]
     assert [(e.version, e.step) for e in run.sink.of(WeightsPublished)] == [(n, n) for n in range(1, 6)]
     assert [e.step for e in run.sink.of(CheckpointSaved)] == [2, 4, 5]
+    assert run.reports == [1, 2, 3, 4, 5]
     assert run.order == [
         "version 1 of step 1", "version 2 of step 2", "version 3 of step 3", "evaluate 3", "version 4 of step 4",
         "version 5 of step 5", "evaluate 5",

@@ -51,8 +51,8 @@ def check(context: typer.Context) -> None:
     from tandem.app.preflight import prepare
 
     ready = prepare(recipe)
-    print(f"good: environment {ready.environment.name}, model {ready.model_path}, "
-          f"context of {ready.max_context_tokens} tokens")  # fmt: skip
+    print(f"good: environment {ready.environment.name}, model {ready.model.path}, "
+          f"context of {ready.model.max_context_tokens} tokens")  # fmt: skip
 
 
 @app.command("schema")

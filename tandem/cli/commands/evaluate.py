@@ -27,7 +27,7 @@ def evaluate(context: typer.Context, model: str = typer.Option("", "--model", he
     tandem eval --model runs/boxwork-20260101-120000-s0 --environment.num-eval-tasks 256
     tandem eval recipes/demo.toml --model smollm2
     """
-    from tandem.app.run import evaluate as start
+    from tandem.app.evaluate import evaluate as start
 
     recipe, path = words.recipe_and_model(context, model)
     raise typer.Exit(start(recipe, model_path=path))

@@ -12,8 +12,8 @@ from tandem.cli import words
 from tandem.config.load import load
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.errors import ConfigError
-from tandem.core.events import AnyEvent
 from tandem.core.types import ExecResult
+from tandem.record.sinks.nowhere import NowhereSink
 
 app = typer.Typer(help="Boxes by hand.", no_args_is_help=True, rich_markup_mode=None)
 TIMED_OUT = 124
@@ -22,16 +22,6 @@ TIMED_OUT = 124
 @app.callback()
 def _group() -> None:
     """A group: ``tandem sandbox run``."""
-
-
-class _Nowhere:
-    """An event sink for a box that belongs to no run."""
-
-    def emit(self, event: AnyEvent, *, cause: int = -1) -> int:
-        return cause
-
-    def put_blob(self, data: bytes) -> str:
-        return ""
 
 
 @app.command(context_settings={**words.FREE, "allow_interspersed_args": False})
@@ -77,7 +67,7 @@ async def _run(section: SandboxSection, command: list[str], files: list[Path], t
         if not path.is_file():
             raise ConfigError(f"no file {path}")
         data[path.name] = path.read_bytes()
-    boxes = SandboxManager(section, _Nowhere())
+    boxes = SandboxManager(section, NowhereSink())
     try:
         box = await boxes.create(spec_of(section))
         for name, content in data.items():

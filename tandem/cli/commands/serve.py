@@ -23,7 +23,7 @@ def serve(
     tandem serve last
     tandem serve smollm2 --port 9000 --engine.infer.max-num-seqs 16
     """
-    from tandem.app.run import serve as start
+    from tandem.app.serve import serve as start
 
     recipe, path = words.recipe_and_model(context, model)
     raise typer.Exit(start(recipe, model_path=path, host=host, port=port))

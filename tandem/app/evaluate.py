@@ -1,0 +1,66 @@
+"""One evaluation of one model, outside a training run, by the same road.
+
+Owns: its folder of events and what is printed. Refuses: training.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from pathlib import Path
+
+import tandem
+from tandem.app.build import parts_of
+from tandem.app.preflight import Ready, prepare
+from tandem.app.supervise import FAILED, FINISHED, supervise
+from tandem.config.tree import Recipe
+from tandem.core.errors import ConfigError
+from tandem.core.events import RunStarted
+from tandem.core.types import WeightVersion
+from tandem.record.log import EventLog
+from tandem.record.sinks.console import ConsoleSink
+from tandem.record.summary import summarise_run
+from tandem.trainer.evaluate import summarise
+
+FOLDER = "evaluations"  # in the folder of runs; they are no runs
+
+
+def evaluate(recipe: Recipe, *, model_path: Path | None = None) -> int:
+    """Evaluate ``model_path`` (default: the recipe's model) on the held-out tasks; returns the exit code.
+
+    Raises:
+        TandemError: whatever is wrong, before any model is loaded.
+    """
+    count = recipe.environment.num_eval_tasks
+    if not count:
+        raise ConfigError("environment.num_eval_tasks is 0: nothing to evaluate", hint="set it to 64, say")
+    ready = prepare(recipe, model_path=model_path)
+    label = f"{ready.environment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(recipe.record.folder) / FOLDER / label
+    with EventLog(folder) as log, ConsoleSink(f"evaluation of {ready.model.path}", total_steps=0,
+                                              episodes_per_step=count) as sink:  # fmt: skip
+        log.listen(sink)
+        log.emit(RunStarted(run_id=label, version=tandem.__version__, command=f"evaluate {ready.model.path}",
+                            config_blob=log.put_blob(recipe.model_dump_json().encode()),
+                            deterministic=recipe.trainer.deterministic))  # fmt: skip
+        code, detail = supervise(lambda: _evaluate(recipe, ready, log), lambda: None)
+    if code == FAILED:
+        print(f"error: {detail}", file=sys.stderr)
+    if code == FINISHED:
+        print(f"\n{summarise_run(folder)}\n\nepisodes: tandem runs show {folder} --episodes")
+    return code
+
+
+async def _evaluate(recipe: Recipe, ready: Ready, log: EventLog) -> None:
+    async with parts_of(recipe, ready, log) as parts:
+        started = time.perf_counter()
+        tasks = ready.environment.held_out(recipe.environment.num_eval_tasks)
+        episodes = await parts.rollout.evaluate(
+            tasks,
+            name="held-out",
+            version=WeightVersion(number=parts.weights.version, step=0),
+            temperature=recipe.environment.eval_temperature,
+        )
+        duration_s = time.perf_counter() - started
+        log.emit(summarise(episodes, tasks, name="held-out", step=0, duration_s=duration_s))

@@ -1,0 +1,198 @@
+"""A training run from its folder to its exit code.
+
+Owns: the run folder (``recipe.json``, ``events.jsonl``, ``checkpoints``, ``model``, ``curve.png``), where a resumed run
+goes on, and what the user is told at the end. Refuses: training itself (``session``), signals (``supervise``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import tandem
+from tandem.app.build import parts_of, run_folder
+from tandem.app.preflight import Ready, prepare
+from tandem.app.session import TrainingSession
+from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, supervise
+from tandem.config.tree import Recipe
+from tandem.core.errors import ConfigError, RecordError
+from tandem.core.events import (
+    CheckpointSaved,
+    EngineReported,
+    Envelope,
+    EvaluationFinished,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    StepFinished,
+    WeightsPublished,
+)
+from tandem.engine.train.checkpoint import complete_steps
+from tandem.record.curve import draw_curve
+from tandem.record.log import EventLog
+from tandem.record.metrics import fold
+from tandem.record.replay import read
+from tandem.record.sinks.console import ConsoleSink
+from tandem.record.summary import summarise_run
+
+RECIPE = "recipe.json"
+REASONS = {FINISHED: "finished", INTERRUPTED: "interrupted", FAILED: "failed"}
+
+
+def train(
+    recipe: Recipe, origins: Mapping[str, str], *, resume: Path | None = None, command: str = "tandem train"
+) -> int:
+    """Train a recipe in a new run folder, or go on with the run in ``resume``; returns the exit code.
+
+    Raises:
+        TandemError: whatever is wrong with recipe, environment, model or machine, before any model is loaded.
+    """
+    if resume and _is_finished(resume):
+        print(f"run {resume} is finished")
+        return _conclude(resume, FINISHED, "")
+    ready = prepare(recipe)
+    folder = resume or _new_folder(recipe)
+    with EventLog(folder) as log:
+
+        def last_words() -> None:
+            log.emit(RunFinished(step=_last_step(log), reason=REASONS[INTERRUPTED], detail="ended at once"))
+            log.close()
+            _say_how_to_resume(folder)
+
+        with _display(recipe, log, resumed=resume is not None):
+            evaluated = _resume(log) if resume else _start(log, recipe, origins, command)
+            code, detail = supervise(lambda: _train(recipe, ready, log, evaluated), last_words)
+            log.emit(RunFinished(step=_last_step(log), reason=REASONS[code], detail=detail))
+    return _conclude(folder, code, detail)
+
+
+def recipe_of(folder: Path) -> tuple[Recipe, dict[str, str]]:
+    """The resolved recipe of a run, and where each of its values came from.
+
+    Raises:
+        RecordError: there is no run in ``folder``.
+    """
+    path = folder / RECIPE
+    if not path.is_file():
+        raise RecordError(f"no run in {folder}", hint="tandem runs list names the runs of a folder")
+    saved = json.loads(path.read_text())
+    return Recipe.model_validate(saved["recipe"]), saved["origins"]
+
+
+async def _train(recipe: Recipe, ready: Ready, log: EventLog, evaluated: frozenset[str]) -> None:
+    async with parts_of(recipe, ready, log) as parts:
+        await TrainingSession(parts, log.folder, log, evaluated=evaluated).run()
+
+
+# ---- the folder
+def _new_folder(recipe: Recipe) -> Path:
+    label = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-s{recipe.trainer.seed}"
+    folder = run_folder(recipe, label)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(
+            f"run folder {folder} exists",
+            hint=f"go on with it: {_program()} train --resume {folder}; or choose another record.name",
+        )
+    return folder
+
+
+def _start(log: EventLog, recipe: Recipe, origins: Mapping[str, str], command: str) -> frozenset[str]:
+    saved = json.dumps({"recipe": recipe.model_dump(mode="json"), "origins": dict(origins)}, indent=1)
+    path = log.folder / RECIPE
+    scratch = path.with_suffix(".new")
+    scratch.write_text(saved)
+    os.replace(scratch, path)
+    log.emit(
+        RunStarted(
+            run_id=log.folder.name,
+            version=tandem.__version__,
+            command=command,
+            config_blob=log.put_blob(saved.encode()),
+            deterministic=recipe.trainer.deterministic,
+        )
+    )
+    return frozenset()
+
+
+# ---- going on
+def _is_finished(folder: Path) -> bool:
+    metrics = fold(read(folder))
+    return metrics.finished is not None and metrics.finished.reason == REASONS[FINISHED]
+
+
+def _resume(log: EventLog) -> frozenset[str]:
+    """Say in the log where the run goes on; returns the names of the evaluations that stay."""
+    steps = complete_steps(log.folder / "checkpoints")
+    step = steps[-1] if steps else 0
+    keep, path = _checkpoint(read(log.folder), step) if steps else (0, "")
+    log.emit(RunResumed(step=step, keep_sequence=keep, checkpoint=path))
+    kept = [each.event for each in read(log.folder)]
+    return frozenset(event.name for event in kept if isinstance(event, EvaluationFinished))
+
+
+def _checkpoint(events: list[Envelope], step: int) -> tuple[int, str]:
+    """The last event that the checkpoint of ``step`` holds, and its path."""
+    for each in reversed(events):
+        if isinstance(each.event, CheckpointSaved) and each.event.step == step:
+            return each.sequence, each.event.path
+    # Killed between the rename and its event: what a step says last comes just before its checkpoint is written.
+    last = [
+        each.sequence
+        for each in events
+        if isinstance(each.event, (WeightsPublished, EngineReported)) and each.event.step == step
+    ]
+    return (last[-1] if last else events[-1].sequence), ""
+
+
+def _last_step(log: EventLog) -> int:
+    steps = [each.event.step for each in read(log.folder) if isinstance(each.event, StepFinished)]
+    return steps[-1] if steps else 0
+
+
+# ---- what the user sees
+@contextlib.contextmanager
+def _display(recipe: Recipe, log: EventLog, *, resumed: bool) -> Iterator[None]:
+    if "console" not in recipe.record.sinks:
+        yield
+        return
+    with ConsoleSink(
+        log.folder.name,
+        total_steps=recipe.trainer.steps,
+        episodes_per_step=recipe.rollout.groups_per_step * recipe.rollout.group_size,
+        warmup_steps=recipe.warmup.steps,
+        metrics=fold(read(log.folder)) if resumed else None,
+    ) as sink:
+        log.listen(sink)
+        yield
+
+
+def _conclude(folder: Path, code: int, detail: str) -> int:
+    with contextlib.suppress(RecordError):  # nothing to draw yet
+        draw_curve(folder)
+    print(f"\n{summarise_run(folder)}\n")
+    if code == FINISHED:
+        print(f"model:    {folder / 'model'}\ncurve:    {folder / 'curve.png'}\nserve it: {_program()} serve {folder}")
+        return code
+    if code == FAILED:
+        print(f"error: {detail}", file=sys.stderr)
+    _say_how_to_resume(folder)
+    return code
+
+
+def _say_how_to_resume(folder: Path) -> None:
+    print(f"go on:    {_program()} train --resume {shlex.quote(str(folder))}", file=sys.stderr, flush=True)
+
+
+def _program() -> str:
+    """How this program is called from the present folder."""
+    here = Path(sys.executable).parent / "tandem"
+    if not here.exists() or shutil.which("tandem") == str(here):
+        return "tandem"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)

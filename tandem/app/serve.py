@@ -1,0 +1,65 @@
+"""A model behind the OpenAI chat API.
+
+Owns: the joining of model, engine and web application for the life of the command.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tandem.app.build import load_weights, make_engine, set_threads
+from tandem.app.preflight import ModelFiles, prepare_model
+from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, supervise
+from tandem.config.tree import Recipe
+from tandem.engine.compute import ComputeQueue
+from tandem.serve.openai import Served, make_app
+from tandem.serve.server import serve_forever
+
+
+def serve(recipe: Recipe, *, model_path: Path | None = None, host: str, port: int) -> int:
+    """Serve ``model_path`` (default: the recipe's model) until a signal; returns the exit code.
+
+    Raises:
+        TandemError: the model is missing or unknown.
+    """
+    files = prepare_model(recipe, model_path=model_path)
+    code, detail = supervise(lambda: _serve(recipe, files, host, port), lambda: None)
+    if code == FAILED:
+        print(f"error: {detail}", file=sys.stderr)
+    return FINISHED if code == INTERRUPTED else code  # a server is stopped by a signal: that is its good end
+
+
+async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int) -> None:
+    set_threads(recipe)
+    compute = ComputeQueue()
+    print(f"loading {files.path} ...", file=sys.stderr, flush=True)
+    try:
+        engine = make_engine(recipe, files, load_weights(recipe, files), compute)
+        try:
+            name = _name(files.path)
+            served = Served(
+                engine=engine,
+                renderer=files.renderer,
+                names=(name,),
+                max_context_tokens=files.max_context_tokens,
+            )
+            await serve_forever(make_app(served), host=host, port=port, on_ready=lambda url: _tell(url, name))
+        finally:
+            await engine.close()
+    finally:
+        compute.close()
+
+
+def _name(path: Path) -> str:
+    """What clients call the model: its folder's name, or that of the run which exported it."""
+    return path.parent.name if path.name == "model" else path.stem
+
+
+def _tell(url: str, name: str) -> None:
+    print(
+        f"serving {name} at {url}/v1 (Ctrl-C ends it); try:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"""    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is 12 * 34?"}}]}}'""",
+        flush=True,
+    )
