@@ -20,7 +20,10 @@ from tandem.envs.reward import Reward, check_rewards
 from tandem.envs.taskset import Taskset
 from tandem.envs.workflow import Workflow
 
-BUILTIN = {"boxwork": "tandem.envs.builtin.boxwork:environment"}
+BUILTIN = {
+    "boxwork": "tandem.envs.builtin.boxwork:environment",
+    "chores": "tandem.envs.builtin.chores:environment",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

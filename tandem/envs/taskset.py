@@ -20,8 +20,9 @@ import msgspec
 
 from tandem.core.errors import ConfigError, boundary
 from tandem.core.types import Message, Role, Task
-from tandem.core.wire import derive_seed
+from tandem.core.wire import derive_seed, digest
 
+HELD_OUT_SHARE, REDRAWS = 8, 200  # one in eight; a fair draw misses it 200 times in a row once in 10**11
 RESERVED = ("id", "prompt", "messages", "files")
 
 
@@ -40,14 +41,34 @@ class Taskset:
 
 
 def generated(function: Callable[[int, int], Task], *, size: int | None = None, held_out: bool = False) -> Taskset:
-    """Tasks made by ``function(seed, index)``, which must depend on nothing else. ``held_out`` gives it seeds
-    that the training tasks never see (and that do not depend on the run's, so that runs compare)."""
+    """Tasks made by ``function(seed, index)``, which must depend on nothing else.
+
+    Training and held-out tasks never share content: every eighth possible task, by the hash of its messages and
+    files, is held out, and ``function`` is asked again with another seed until it gives one of the right kind.
+    Held-out tasks do not depend on the run's seed, so that runs compare. With a ``size`` the function enumerates
+    its tasks; then it is the function's own matter to keep them apart.
+    """
 
     def get(seed: int, index: int) -> Task:
         drawn = derive_seed("held-out") if held_out else derive_seed("train", seed)
-        return function(drawn, index if size is None else index % size)
+        made = function(drawn, index if size is None else index % size)
+        for attempt in range(1, REDRAWS):
+            if size is not None or _is_held_out(made) == held_out:
+                return made
+            made = function(derive_seed(drawn, attempt), index)
+        if held_out:
+            raise ConfigError(
+                f"held-out task {index} would be a training task: {made.id} is the same for every seed",
+                hint="draw the task from the seed, or give size= and hold tasks out in the function itself",
+            )
+        return made
 
     return Taskset(get, size)
+
+
+def _is_held_out(made: Task) -> bool:
+    content = [[message.content for message in made.messages], sorted(made.files.items())]
+    return int(digest(msgspec.json.encode(content))[:8], 16) % HELD_OUT_SHARE == 0
 
 
 def task(prompt: str, *, id: str, system: str = "", files: Mapping[str, str] | None = None, **private: object) -> Task:

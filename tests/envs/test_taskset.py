@@ -1,6 +1,7 @@
 """Tasks by number, from files and from functions."""
 
 import json
+import random
 
 import pytest
 
@@ -68,10 +69,37 @@ def test_a_missing_file_names_the_nearest(tmp_path):
         tasks_from(tmp_path / "t.txt")
 
 
-def test_generated_tasks_and_their_held_out_ones():
+def drawn(seed, index):
+    number = random.Random(f"{seed}/{index}").randrange(40)
+    return task(f"{number}?", id=f"{seed}-{index}", files={"a.txt": str(number % 2)})
+
+
+def content(made):
+    return made.messages, tuple(made.files.items())
+
+
+def test_generated_tasks_and_their_held_out_ones_share_no_content():
+    training, held_out = generated(drawn), generated(drawn, held_out=True)
+    assert training.get(5, 4) == training.get(5, 4) and training.get(5, 1) != training.get(6, 1)
+    assert held_out.get(5, 1) == held_out.get(6, 1)
+    trained = {content(each) for seed in range(20) for each in training.first(50, seed=seed)}
+    kept = {content(each) for each in held_out.first(200, seed=0)}
+    assert not trained & kept and len(trained | kept) == 40 and 1 < len(kept) < 20
+
+
+def test_held_out_tasks_of_a_function_without_chance_are_an_error():
+    fixed = [generated(lambda s, i, n=n: task(f"{n}", id="t"), held_out=True) for n in range(40)]
+    wrong = 0
+    for each in fixed:
+        try:
+            each.get(0, 0)
+        except ConfigError as error:
+            assert "same for every seed" in error.message
+            wrong += 1
+    assert wrong > 20
+
+
+def test_tasks_that_a_function_enumerates():
     made = generated(lambda seed, index: task("q", id=f"{seed}-{index}"), size=3)
-    held_out = generated(lambda seed, index: task("q", id=f"{seed}-{index}"), held_out=True)
     assert made.get(5, 4) == made.get(5, 1) and made.get(5, 1) != made.get(6, 1)
     assert len(made.first(10, seed=0)) == 3
-    assert held_out.get(5, 1) == held_out.get(6, 1)
-    assert held_out.get(5, 1).id not in {made.get(seed, 1).id for seed in range(100)}
