@@ -20,7 +20,8 @@ from tandem.kernels import functions
 from tandem.kernels.impl.cpu import native
 
 # Fewest rows for which a CPU projection gives a row the same bits as in any larger batch (measured on AVX-512
-# machines; ``engine`` proves it at start-up): a matrix-vector product takes another road.
+# machines of two makers; ``tests/numerics`` looks on the machine it runs on): a matrix-vector product takes another
+# road.
 SAFE_ROWS = {torch.bfloat16: 2, torch.float32: 16}
 PACK_ROWS = 64  # above this many rows packing a weight gains nothing
 
