@@ -1,0 +1,136 @@
+"""One GRPO step, rollout and training, against TRL's: ``python benchmarks/grpo_step.py --peer PYTHON``.
+
+PYTHON is the interpreter of an environment that has ``trl`` and the same torch; without it our own figures are
+printed alone. Both sides: the same weights in the same type, the same prompts (compared as token ids), groups of the
+same size, answers of the same forced length, temperature 1, one AdamW step for each batch, no KL penalty, all cores.
+Tandem's side is the real run (engine, rollout driver, batcher, train engine, log). A step's time is from the end of
+the step before to its own end. The first step of each side warms it up and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from pieces.peer import Peer
+from pieces.runs import ENVIRONMENTS, machine, recipe, steps, train
+
+from tandem.app.preflight import Ready, prepare
+from tandem.core.wire import derive_seed
+from tandem.record.summary import table
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    groups: int
+    group_size: int
+    prompt_words: int
+    new_tokens: int
+    steps: int  # measured; one more goes before them
+
+    def flags(self, dtype: str) -> list[str]:
+        return [
+            "model.path=smollm2", f"model.dtype={dtype}", "model.device=cpu", "model.max_context_tokens=1024",
+            f"environment.name={ENVIRONMENTS / 'essay.py'}:environment", "environment.num_eval_tasks=0",
+            f"environment.options.prompt_words={self.prompt_words}",
+            f"rollout.groups_per_step={self.groups}", f"rollout.group_size={self.group_size}",
+            "rollout.max_turns=1", f"rollout.max_turn_tokens={self.new_tokens}", "sandbox.warm=0",
+            f"engine.infer.max_num_seqs={self.groups * self.group_size}",
+            f"rollout.max_concurrent_episodes={self.groups * self.group_size}",
+            f"trainer.steps={self.steps + 1}", "trainer.checkpoint_every=0", "trainer.deterministic=true",
+            "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=0", "optimizer.beta2=0.999",
+        ]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of each measured step, and of its two parts."""
+
+    whole: list[float]
+    rollout: list[float]
+    train: list[float]
+
+    @property
+    def medians(self) -> list[float]:
+        return [statistics.median(each) for each in (self.whole, self.rollout, self.train)]
+
+
+def endless(ready: Ready) -> Ready:
+    """The same model without any token that would end an answer early."""
+    ready.model.renderer.stop_token_ids = ()
+    spec = dataclasses.replace(ready.model.spec, eos_ids=())
+    return dataclasses.replace(ready, model=dataclasses.replace(ready.model, spec=spec))
+
+
+def prompts(ready: Ready, count: int) -> list[list[int]]:
+    """Token ids of the first prompts of the run."""
+    tasks = [ready.environment.task(0, index) for index in range(count)]
+    return [list(ready.model.renderer.prompt(task.messages, [])) for task in tasks]
+
+
+def ours(size: Size, dtype: str) -> Times:
+    ended = steps(train(recipe(*size.flags(dtype)), change=endless))
+    wanted = size.groups * size.group_size * size.new_tokens
+    assert all(event.num_loss_tokens == wanted for _, event in ended), "an answer ended before its length"
+    whole = [after[0] - before[0] for before, after in zip(ended, ended[1:], strict=False)]
+    return Times(whole, [event.rollout_s for _, event in ended[1:]], [event.train_s for _, event in ended[1:]])
+
+
+def theirs(peer: Peer, size: Size, dtype: str, ready: Ready, micro_batches: Sequence[int]) -> Times:
+    """TRL's times, with the micro-batch that is the fastest on this machine."""
+    ids = prompts(ready, size.groups * (size.steps + 1))
+    tokenizer = ready.model.renderer.tokenizer
+    best: Times | None = None
+    for micro_batch in micro_batches:
+        answer = peer.ask(
+            "trl_grpo_step.py",
+            {
+                "model": str(ready.model.path), "dtype": dtype, "steps": size.steps + 1, "seed": derive_seed("trl"),
+                "prompts": [tokenizer.decode(each) for each in ids], "prompt_ids": ids, "group_size": size.group_size,
+                "groups": size.groups, "new_tokens": size.new_tokens, "micro_batch": micro_batch,
+            },
+        )  # fmt: skip
+        rollout, whole = answer["rollout"][1:], answer["step"][1:]
+        found = Times(whole, rollout, [each - part for each, part in zip(whole, rollout, strict=True)])
+        print(f"  TRL, {dtype}, micro-batches of {micro_batch}: {found.medians[0]:.1f} s a step", flush=True)
+        if best is None or found.medians[0] < best.medians[0]:
+            best = found
+    assert best is not None
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", default="", help="interpreter of an environment with trl")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--prompt-words", type=int, default=30)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8], help="TRL's; the fastest one counts")
+    options = parser.parse_args()
+    size = Size(options.groups, options.group_size, options.prompt_words, options.new_tokens, options.steps)
+    peer = Peer.find(options.peer, "trl")
+    print(f"{machine()}; {size.groups} groups of {size.group_size}, {size.new_tokens} new tokens each", flush=True)
+    rows = [["seconds a step (median)", "step", "rollout", "train", "times ours"]]
+    for dtype in options.dtypes:
+        ready = prepare(recipe(*size.flags(dtype)))
+        if not options.dtypes.index(dtype):
+            lengths = [len(each) for each in prompts(ready, size.groups * (size.steps + 1))]
+            print(f"prompts of {min(lengths)} to {max(lengths)} tokens", flush=True)
+        mine = ours(size, dtype)
+        rows.append([f"tandem, {dtype}", *(f"{each:.2f}" for each in mine.medians), ""])
+        if peer is not None:
+            other = theirs(peer, size, dtype, ready, options.micro_batches)
+            ratio = f"{other.medians[0] / mine.medians[0]:.2f}"
+            rows.append([f"{peer.version}, {dtype}", *(f"{each:.2f}" for each in other.medians), ratio])
+    print(table(rows))
+    if peer is None:
+        print("no peer: give --peer PYTHON for a ratio")
+
+
+if __name__ == "__main__":
+    main()

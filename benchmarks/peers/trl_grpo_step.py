@@ -1,0 +1,100 @@
+"""TRL's side of ``grpo_step.py``, for an interpreter that has trl: a question as JSON in, times as JSON out.
+
+The trainer as its users run it on a CPU: generation with a KV cache, no gradient checkpointing, no evaluation, no
+saving. ``micro_batch`` is the number of sequences of one forward and backward pass.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def vowels(completions, **_):
+    return [sum(text.count(vowel) for vowel in "aeiou") / max(1, len(text)) for text in completions]
+
+
+class Steps(TrainerCallback):
+    """Seconds of each step, from the end of the one before."""
+
+    def __init__(self):
+        self.times = []
+        self.last = 0.0
+
+    def on_train_begin(self, *_, **__):
+        self.last = time.perf_counter()
+
+    def on_step_end(self, *_, **__):
+        now = time.perf_counter()
+        self.times.append(now - self.last)
+        self.last = now
+
+
+class Timed(GRPOTrainer):
+    """The trainer with a clock at its door between rollout (generation, rewards, advantages) and training."""
+
+    def __init__(self, *args, **kwargs):
+        self.rollout = []
+        self.sampled = 0
+        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):
+        started = time.perf_counter()
+        made = super()._generate_and_score_completions(inputs)
+        self.rollout.append(time.perf_counter() - started)
+        self.sampled += int(made["completion_mask"].sum())
+        return made
+
+
+def main():
+    asked = json.load(sys.stdin)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tokenizer = AutoTokenizer.from_pretrained(asked["model"])
+    assert tokenizer(asked["prompts"])["input_ids"] == asked["prompt_ids"], "the prompts differ in ids"
+    sequences = asked["groups"] * asked["group_size"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            model_init_kwargs={"dtype": asked["dtype"]},
+            use_cpu=True,
+            bf16=False,  # the weights have the type already: nothing is left to autocast
+            per_device_train_batch_size=asked["micro_batch"],
+            gradient_accumulation_steps=sequences // asked["micro_batch"],
+            num_generations=asked["group_size"],
+            max_completion_length=asked["new_tokens"],
+            generation_kwargs={"min_new_tokens": asked["new_tokens"]},
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            max_steps=asked["steps"],
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=asked["seed"] % 2**31,
+        )
+        steps = Steps()
+        trainer = Timed(
+            model=asked["model"],
+            reward_funcs=vowels,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": asked["prompts"]}),
+            processing_class=tokenizer,
+            callbacks=[steps],
+        )
+        trainer.train()
+    assert trainer.sampled == asked["steps"] * sequences * asked["new_tokens"], "an answer ended before its length"
+    print(json.dumps({"step": steps.times, "rollout": trainer.rollout, "threads": torch.get_num_threads()}))
+
+
+if __name__ == "__main__":
+    main()
