@@ -11,8 +11,8 @@ from tandem.envs.taskset import generated, task
 from tandem.envs.workflow import tool_loop
 
 WORDS = (
-    "river", "engine", "garden", "winter", "letter", "bridge", "market", "candle", "forest", "window", "harbour", "copper",
-    "island", "mirror", "pepper", "summer", "thread", "violin", "wagon", "yellow",
+    "river", "engine", "garden", "winter", "letter", "bridge", "market", "candle", "forest", "window", "harbour",
+    "copper", "island", "mirror", "pepper", "summer", "thread", "violin", "wagon", "yellow",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The interpreter of another project's environment, asked in a process of its own, so that it shares nothing with us."""
+"""The interpreter of another project's environment, asked in a process of its own."""
 
 from __future__ import annotations
 
