@@ -2,7 +2,8 @@
 
 PYTHON is the interpreter of an environment that has ``trl`` and the same torch; without it our own figures are
 printed alone. Both sides: the same weights in the same type, the same prompts (compared as token ids), groups of the
-same size, answers of the same forced length, temperature 1, one AdamW step for each batch, no KL penalty, all cores.
+same size, answers of the same forced length, temperature 1, one AdamW step for each batch, no KL penalty, all cores,
+and a C library that keeps freed memory (TRL is twice as slow without: --default-memory shows it).
 Tandem's side is the real run (engine, rollout driver, batcher, train engine, log). A step's time is from the end of
 the step before to its own end. The first step of each side warms it up and is not counted.
 """
@@ -78,7 +79,9 @@ def ours(size: Size, dtype: str) -> Times:
     return Times(whole, [event.rollout_s for _, event in ended[1:]], [event.train_s for _, event in ended[1:]])
 
 
-def theirs(peer: Peer, size: Size, dtype: str, ready: Ready, micro_batches: Sequence[int]) -> Times:
+def theirs(
+    peer: Peer, size: Size, dtype: str, ready: Ready, micro_batches: Sequence[int], *, keep_memory: bool
+) -> Times:
     """TRL's times, with the micro-batch that is the fastest on this machine."""
     ids = prompts(ready, size.groups * (size.steps + 1))
     tokenizer = ready.model.renderer.tokenizer
@@ -91,6 +94,7 @@ def theirs(peer: Peer, size: Size, dtype: str, ready: Ready, micro_batches: Sequ
                 "prompts": [tokenizer.decode(each) for each in ids], "prompt_ids": ids, "group_size": size.group_size,
                 "groups": size.groups, "new_tokens": size.new_tokens, "micro_batch": micro_batch,
             },
+            keep_memory=keep_memory,
         )  # fmt: skip
         rollout, whole = answer["rollout"][1:], answer["step"][1:]
         found = Times(whole, rollout, [each - part for each, part in zip(whole, rollout, strict=True)])
@@ -104,13 +108,14 @@ def theirs(peer: Peer, size: Size, dtype: str, ready: Ready, micro_batches: Sequ
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default="", help="interpreter of an environment with trl")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-words", type=int, default=30)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8], help="TRL's; the fastest one counts")
+    parser.add_argument("--default-memory", action="store_true", help="leave the peer's memory settings as they are")
     options = parser.parse_args()
     size = Size(options.groups, options.group_size, options.prompt_words, options.new_tokens, options.steps)
     peer = Peer.find(options.peer, "trl")
@@ -124,7 +129,8 @@ def main() -> None:
         mine = ours(size, dtype)
         rows.append([f"tandem, {dtype}", *(f"{each:.2f}" for each in mine.medians), ""])
         if peer is not None:
-            other = theirs(peer, size, dtype, ready, options.micro_batches)
+            keep_memory = not options.default_memory
+            other = theirs(peer, size, dtype, ready, options.micro_batches, keep_memory=keep_memory)
             ratio = f"{other.medians[0] / mine.medians[0]:.2f}"
             rows.append([f"{peer.version}, {dtype}", *(f"{each:.2f}" for each in other.medians), ratio])
     print(table(rows))

@@ -74,6 +74,7 @@ def main():
             learning_rate=1e-6,
             lr_scheduler_type="constant",
             max_steps=asked["steps"],
+            use_transformers_continuous_batching=asked.get("continuous", False),
             gradient_checkpointing=False,
             shuffle_dataset=False,
             logging_strategy="no",

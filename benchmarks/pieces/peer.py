@@ -11,6 +11,8 @@ from typing import Any
 
 PEERS = Path(__file__).resolve().parents[1] / "peers"
 TIMEOUT_S = 900
+# What tandem.engine.memory sets for our own process: without it a peer spends half of its time in page faults.
+KEPT_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Peer:
         version, torch = done.stdout.split()
         return cls(python, f"{package} {version} (torch {torch})")
 
-    def ask(self, script: str, question: dict[str, Any]) -> dict[str, Any]:
-        """Run one of ``peers/`` with a question on its input; its last line of output is the answer.
+    def ask(self, script: str, question: dict[str, Any], *, keep_memory: bool = True) -> dict[str, Any]:
+        """Run one of ``peers/`` with a question on its input; its last line of output is the answer. With
+        ``keep_memory`` its C library keeps freed memory, as ours does.
 
         Raises:
             RuntimeError: it failed; with what it said.
@@ -46,7 +49,7 @@ class Peer:
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
-            env=os.environ | quiet,
+            env=os.environ | quiet | (KEPT_MEMORY if keep_memory else {}),
         )
         if done.returncode:
             raise RuntimeError(f"{script} failed:\n{done.stderr[-4000:]}")

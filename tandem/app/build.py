@@ -19,6 +19,7 @@ from tandem.core.protocols import EventSink
 from tandem.core.types import WeightVersion
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
+from tandem.engine.memory import keep_freed_memory
 from tandem.engine.weights import PublishedWeights
 from tandem.models.loader import load_model
 from tandem.rollout.driver import RolloutDriver
@@ -51,8 +52,10 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def set_threads(recipe: Recipe) -> None:
-    """Fix the number of CPU threads of model computation for the life of the process."""
+def prepare_process(recipe: Recipe) -> None:
+    """Fix the number of CPU threads of model computation, and what becomes of freed memory, for the life of the
+    process; call it before a model is loaded."""
+    keep_freed_memory()
     torch.set_num_threads(recipe.engine.threads or len(os.sched_getaffinity(0)))
 
 
@@ -82,7 +85,7 @@ def make_engine(recipe: Recipe, files: ModelFiles, weights: PublishedWeights, co
 @asynccontextmanager
 async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterator[Parts]:
     """Build everything that episodes need, and take it down again in the opposite order whatever happens."""
-    set_threads(recipe)
+    prepare_process(recipe)
     boxes = SandboxManager(recipe.sandbox, sink)
     compute = ComputeQueue()
     try:

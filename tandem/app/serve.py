@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tandem.app.build import load_weights, make_engine, set_threads
+from tandem.app.build import load_weights, make_engine, prepare_process
 from tandem.app.preflight import ModelFiles, prepare_model
 from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, supervise
 from tandem.config.tree import Recipe
@@ -24,14 +24,16 @@ def serve(recipe: Recipe, *, model_path: Path | None = None, host: str, port: in
         TandemError: the model is missing or unknown.
     """
     files = prepare_model(recipe, model_path=model_path)
-    code, detail = supervise(lambda: _serve(recipe, files, host, port), lambda: None)
+    code, detail = supervise(
+        lambda: _serve(recipe, files, host, port), lambda: None, stopping="answers in hand get two seconds"
+    )
     if code == FAILED:
         print(f"error: {detail}", file=sys.stderr)
     return FINISHED if code == INTERRUPTED else code  # a server is stopped by a signal: that is its good end
 
 
 async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int) -> None:
-    set_threads(recipe)
+    prepare_process(recipe)
     compute = ComputeQueue()
     print(f"loading {files.path} ...", file=sys.stderr, flush=True)
     try:
