@@ -22,6 +22,6 @@ def place_of(error: BaseException) -> str:
 
 def describe(error: BaseException) -> str:
     """Type, message and short place of a foreign exception, in one line."""
-    text = str(error).strip().splitlines()
+    text = str(error).encode("utf-8", "replace").decode().strip().splitlines()  # the log takes no half surrogate pair
     place = place_of(error).rsplit("/", 1)[-1]
     return f"{type(error).__name__}: {text[0] if text else 'no message'} ({place})"

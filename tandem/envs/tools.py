@@ -61,7 +61,7 @@ class Tool:
         return ToolResult(
             call_id=call.id,
             name=call.name,
-            content=cap(content, self.max_chars),
+            content=cap(content, self.max_chars).encode("utf-8", "replace").decode(),  # no half surrogate pairs
             failure=failure,
             duration_s=time.perf_counter() - start,
         )
@@ -153,9 +153,12 @@ async def run_command(box: Sandbox, command: str | Sequence[str], *, time_s: flo
 
     Raises:
         ToolError: it exited non-zero, ran out of time or memory, or flooded its output; the message holds the
-            output so far and says which, in square brackets on the last line.
+            output so far and says which, in square brackets on the last line. Or it is no command (a NUL in it).
     """
-    result = await box.commands.run(command, timeout_s=time_s, stdin=stdin.encode("utf-8", "replace"))
+    try:
+        result = await box.commands.run(command, timeout_s=time_s, stdin=stdin.encode("utf-8", "replace"))
+    except ValueError as error:  # a NUL or half a surrogate pair, say: no command at all
+        raise ToolError(f"[not a command: {error}]", failure=ToolFailure.BAD_ARGUMENTS) from error
     output = result.stdout
     if result.stderr:
         output = f"{output.rstrip()}\n{result.stderr}" if output.strip() else result.stderr

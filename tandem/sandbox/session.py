@@ -41,10 +41,14 @@ class Commands:
         """Run a command (a string goes through ``/bin/sh -c``) in the home folder or ``cwd``.
 
         What it leaves running in the background goes on until the box ends; at its deadline all of it dies.
+
+        Raises:
+            ValueError: no command, or a NUL in it (the caller's mistake, often a model's; the box is well).
         """
         arguments = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         if not arguments:
-            raise SandboxError("an empty command")
+            raise ValueError("an empty command")
+        _refuse_nul(*arguments, cwd or "", *(environment or {}), *(environment or {}).values())
         kept = self._session.spec.limits.output_bytes
         outcome = await self._session.call(Call(
             arguments=arguments,
@@ -70,7 +74,8 @@ class Commands:
 
 
 class Files:
-    """Reads and writes files of one box. Relative paths start in the home folder."""
+    """Reads and writes files of one box. Relative paths start in the home folder; a path with a NUL is a
+    ``ValueError``, as everywhere in Python."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -99,6 +104,7 @@ class Files:
         return sorted(name.decode("utf-8", "surrogateescape") for name in outcome.stdout.split(b"\0") if name)
 
     async def _operate(self, kind: CallKind, path: str, *, cap: int, stdin: bytes = b"") -> Outcome:
+        _refuse_nul(path)
         outcome = await self._session.call(Call(
             kind=kind, arguments=[_absolute(path)], timeout_s=FILE_TIMEOUT_S, folder="/", stdin=stdin,
             stdout_cap_bytes=cap, stderr_cap_bytes=4096,
@@ -167,3 +173,10 @@ class Session:
 
 def _absolute(path: str) -> str:
     return path if path.startswith("/") else f"{HOME}/{path}"
+
+
+def _refuse_nul(*texts: str) -> None:
+    """No system call takes one; refused here, so that it is never taken for a failure of the box."""
+    for text in texts:
+        if "\0" in text:
+            raise ValueError(f"a NUL character in {text[:80]!r}")

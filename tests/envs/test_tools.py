@@ -127,6 +127,19 @@ def test_ends_of_a_call():
     assert (copy.message, copy.failure) == ("m", ToolFailure.TIMEOUT)
 
 
+def test_what_the_model_is_shown_can_be_recorded():
+    async def names(text: str) -> str:
+        """Lists names that are no UTF-8."""
+        return b"a\xff".decode("utf-8", "surrogateescape")
+
+    async def fails(text: str) -> str:
+        """Fails with such a name."""
+        raise ValueError(await names(text))
+
+    for function in (names, fails):
+        assert "a?" in result_of(tool(function), text="x").content.encode().decode()
+
+
 def test_a_long_output_keeps_both_ends():
     assert cap("short", 10) == "short"
     cut = cap("a" * 500 + "b" * 500, 90)
@@ -146,6 +159,8 @@ def test_stock_tools_in_a_real_box():
         (shell, "command", "echo begun; sleep 100"),
         (python, "code", "x = bytearray(10**9)\nprint(len(x))"),
         (python, "code", "print(open('f').read())"),
+        (shell, "command", "echo \0 > f"),  # a model's slip must not count as a lost box
+        (shell, "command", "echo \ud800"),
     ]
 
     async def run():
@@ -174,3 +189,4 @@ def test_stock_tools_in_a_real_box():
     assert failures[5] is ToolFailure.OUTPUT_LIMIT and failures[6] is ToolFailure.TIMEOUT
     assert failures[7] in (ToolFailure.RESOURCE_LIMIT, ToolFailure.NONZERO_EXIT)  # killed, or refused the memory
     assert failures[8] is None
+    assert failures[9:] == [ToolFailure.BAD_ARGUMENTS] * 2 and "NUL" in contents[9]

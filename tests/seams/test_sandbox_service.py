@@ -211,6 +211,9 @@ async def file_errors_are_python_errors(place: Place) -> None:
     await box.files.write("large", b"x" * 1000)
     with pytest.raises(SandboxError, match="larger than 999"):
         await box.files.read("large", max_bytes=999)
+    for mistake in (box.files.read("a\0"), box.commands.run("a\0", timeout_s=1), box.commands.run([], timeout_s=1)):
+        with pytest.raises(ValueError, match="NUL|empty"):
+            await mistake
 
 
 @scenario

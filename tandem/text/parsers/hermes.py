@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import msgspec
+
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
 
@@ -21,7 +23,7 @@ def _end_of_body(text: str, start: int) -> int:
     body = start + len(text[start:]) - len(text[start:].lstrip())
     try:
         _, end = json.JSONDecoder().raw_decode(text, body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.find(_CLOSE, start)
     return text.find(_CLOSE, end)
 
@@ -29,8 +31,9 @@ def _end_of_body(text: str, start: int) -> int:
 def _read(body: str, index: int) -> ToolCall | ToolResult:
     try:
         value = json.loads(body)
-    except ValueError as error:
-        return unreadable(index, "", f"the call is not valid JSON: {error}")
+        msgspec.msgpack.encode(value)  # half a surrogate pair or a huge number reads, but no record can hold it
+    except (ValueError, RecursionError, OverflowError) as error:
+        return unreadable(index, "", f"the call is not valid JSON: {error}".encode("utf-8", "replace").decode())
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return unreadable(index, "", 'a call is an object with "name" and "arguments"')
     arguments = value.get("arguments", {})

@@ -29,6 +29,9 @@ def test_calls_in_words():
         ('<tool_call>{"name": "edit", "arguments": "x"}</tool_call>', ToolFailure.BAD_ARGUMENTS, "edit"),
         (GOOD.removesuffix("</tool_call>"), ToolFailure.UNPARSEABLE, ""),
         ('<tool_call>{"name": "ed', ToolFailure.UNPARSEABLE, ""),
+        ('<tool_call>{"name": "edit", "arguments": {"path": "\\ud800"}}</tool_call>', ToolFailure.UNPARSEABLE, ""),
+        (f'<tool_call>{{"name": "edit", "arguments": {{"line": {10**30}}}}}</tool_call>', ToolFailure.UNPARSEABLE, ""),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", ToolFailure.UNPARSEABLE, ""),
     ],
 )
 def test_a_bad_call_is_a_failure_and_the_next_one_counts_on(text: str, failure: ToolFailure, name: str):
