@@ -48,7 +48,8 @@ def draw_curves(folders: Sequence[Path], target: Path) -> Path:
     axes.set_ylabel("mean reward, held-out success")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]), top=max(1.02, axes.get_ylim()[1]))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    if axes.get_legend_handles_labels()[0]:  # a run of which nothing was scored has nothing to name
+        axes.legend(loc="lower right", fontsize="small")
     axes.set_title(", ".join(runs) if len(runs) == 1 else f"{len(runs)} runs", fontsize="medium")
     with boundary(RecordError, f"{target} cannot be written"):
         figure.savefig(target, dpi=120)

@@ -4,6 +4,7 @@ import pytest
 from run_pieces import small_run, started
 
 from tandem.core.errors import RecordError
+from tandem.core.events import EvaluationFinished, StepFinished
 from tandem.record.curve import draw_curve, draw_curves
 from tandem.record.log import EventLog
 
@@ -25,6 +26,14 @@ def test_one_run_and_several(tmp_path):
 def test_a_run_without_steps_has_no_curve(tmp_path):
     with pytest.raises(RecordError, match="nothing to draw"):
         draw_curve(write(tmp_path / "a", [started()]))
+
+
+def test_a_run_in_which_nothing_was_scored_draws_without_a_word(tmp_path, recwarn):
+    events = [event for event in small_run() if not isinstance(event, EvaluationFinished | StepFinished)]
+    failed = EvaluationFinished(name="before", step=0, num_tasks=2, num_failed=2, mean_reward=None, success=None,
+                                by_family={}, duration_s=1.0)  # fmt: skip
+    assert draw_curve(write(tmp_path / "a", [*events, failed])).stat().st_size
+    assert not recwarn.list
 
 
 def test_a_picture_that_cannot_be_made_is_a_clear_error(tmp_path):
