@@ -91,7 +91,10 @@ def _kind(core: object) -> str:
     origin = get_origin(core)
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(core)))
-    return "a table" if origin is dict else "a list of texts"
+    if origin is dict:
+        return "a table"
+    entry = get_args(core)[0]
+    return "a list of texts" + (f", each {_kind(entry)}" if get_origin(entry) is Literal else "")
 
 
 def nearest(path: str, *, flag: bool = False) -> str:

@@ -45,6 +45,8 @@ def test_the_program_starts_light():
         ("train --resum x", 2, "did you mean --resume?"),
         ("train --rolout.group-size 3", 2, "did you mean --rollout.group-size?"),
         ("train --trainer.steps many", 2, "--trainer.steps must be a whole number, got 'many'"),
+        ("train --record.sinks consle", 2, "each one of console, got"),
+        ("train --engine.name vllm", 2, "must be one of tandem, got"),
         ("train no-such.toml", 2, "No such file"),
         ("train --environment.name boxwrok", 2, "did you mean boxwork?"),
         ("train --resume no-such-run", 1, "no run 'no-such-run'"),

@@ -40,13 +40,13 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
 def test_flag_values_of_every_type():
     words = (
         "--trainer.deterministic --engine.infer.prefix-cache no --optimizer.learning-rate 1e-4 --trainer.seed -3 "
-        "--algorithm.clip-low null --algorithm.clip-high .3 --record.sinks console,jsonl --engine.numerics fast"
+        "--algorithm.clip-low null --algorithm.clip-high .3 --record.sinks console,console --engine.numerics fast"
     )
     recipe, _ = load(flags=words.split())
     assert recipe.trainer.deterministic and not recipe.engine.infer.prefix_cache
     assert recipe.optimizer.learning_rate == 1e-4 and recipe.trainer.seed == -3
     assert recipe.algorithm.clip_low is None and recipe.algorithm.clip_high == 0.3
-    assert recipe.record.sinks == ("console", "jsonl") and recipe.engine.numerics == "fast"
+    assert recipe.record.sinks == ("console", "console") and recipe.engine.numerics == "fast"
 
 
 def test_options_of_an_environment_merge_unless_given_whole(tmp_path):

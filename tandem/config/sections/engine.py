@@ -32,7 +32,7 @@ class TrainSection(Section):
 
 
 class EngineSection(Section):
-    name: str = "tandem"
+    name: Literal["tandem"] = "tandem"
     """Inference engine."""
     numerics: Literal["exact", "fast"] = "exact"
     """`exact`: the sampler's and the trainer's log-probabilities are bit-equal for any batch; `fast`: stock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tandem.config.sections.section import Section
 
 
@@ -10,5 +12,5 @@ class RecordSection(Section):
     """Where run folders are made."""
     name: str = ""
     """Name of the run folder; empty: made from the environment, the time and the seed."""
-    sinks: tuple[str, ...] = ("console",)
+    sinks: tuple[Literal["console"], ...] = ("console",)
     """Where events also go: `console` (live display)."""
