@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.app.preflight import ModelFiles, Ready
+from tandem.app.preflight import ModelFiles, Ready, pick_device
 from tandem.config.tree import Recipe
 from tandem.core.protocols import EventSink
 from tandem.core.types import WeightVersion
@@ -43,13 +43,6 @@ class Parts:
         """Hand new weights on: to inference first, so that no group starts under weights that are not served."""
         await self.engine.load(version)
         self.rollout.advance(version)
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto`` is the accelerator where there is one."""
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def prepare_process(recipe: Recipe) -> None:
@@ -115,7 +108,6 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
         compute.close()
 
 
-def run_folder(recipe: Recipe, label: str) -> Path:
-    """Where a new run goes: the recipe's name, or one made from the environment and ``label``."""
-    environment = Path(recipe.environment.name.split(":")[0]).stem
-    return Path(recipe.record.folder) / (recipe.record.name or f"{environment}-{label}")
+def label_of(recipe: Recipe) -> str:
+    """What folders made from the recipe begin with: its environment's short name."""
+    return Path(recipe.environment.name.split(":")[0]).stem

@@ -6,9 +6,13 @@ Owns: the order of the checks. Each raises one clear error; the first one ends t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from tandem.algorithms.spec import resolve
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError
 from tandem.core.types import Message
@@ -41,12 +45,13 @@ class Ready:
 
 
 def prepare(recipe: Recipe, *, model_path: Path | None = None) -> Ready:
-    """Check recipe, environment, model folder and sandbox; ``model_path`` overrides the recipe's model. Runs an event
+    """Check method, environment, model folder and sandbox; ``model_path`` overrides the recipe's model. Runs an event
     loop of its own: call it from a thread that has none.
 
     Raises:
         ConfigError, PluginError, ModelError, SandboxUnavailable: what is wrong, where, and the nearest valid value.
     """
+    resolve(recipe.algorithm)
     environment = load_environment(recipe.environment)
     check_environment(environment)
     if recipe.warmup.steps and environment.demonstrate is None:
@@ -65,15 +70,49 @@ def prepare_model(recipe: Recipe, *, model_path: Path | None = None) -> ModelFil
 
     Raises:
         ModelError: it is missing, or no model that is known here.
+        ConfigError: there is no such device, or the KV cache cannot hold one context.
     """
+    pick_device(recipe.model.device)
     folder = model_path or resolve_model(recipe.model.path)
     spec = read_spec(folder)
+    max_context_tokens = min(recipe.model.max_context_tokens, spec.max_positions)
+    infer = recipe.engine.infer
+    if infer.kv_tokens // infer.block_size * infer.block_size < max_context_tokens:
+        raise ConfigError(
+            f"engine.infer.kv_tokens is {infer.kv_tokens} (in blocks of {infer.block_size}): less than one context of "
+            f"{max_context_tokens} tokens",
+            hint=f"set it to {16 * max_context_tokens}, say, or lower model.max_context_tokens",
+        )
     return ModelFiles(
         path=folder,
         spec=spec,
         renderer=Renderer(load_tokenizer(folder), recipe.model.tool_format),
-        max_context_tokens=min(recipe.model.max_context_tokens, spec.max_positions),
+        max_context_tokens=max_context_tokens,
     )
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the accelerator where there is one.
+
+    Raises:
+        ConfigError: PyTorch knows no such device, or this machine has none.
+    """
+    accelerator = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if accelerator else "cpu")
+    hint = "set model.device to auto, cpu or cuda"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device is {name!r}: PyTorch knows no such device", hint=hint) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device is {name!r}: models run on cpu or cuda", hint=hint)
+    if device.type == "cuda" and (not accelerator or (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(
+            f"model.device is {name!r}, but PyTorch {torch.__version__} sees {torch.cuda.device_count()} such devices "
+            "on this machine", hint="set model.device = \"auto\"; tandem doctor shows what there is",
+        )  # fmt: skip
+    return device
 
 
 async def _check_boxes(recipe: Recipe, environment: Environment) -> None:
@@ -98,7 +137,7 @@ def _check_prompt(environment: Environment, model: ModelFiles) -> None:
         )
 
 
-def demonstrations(environment: Environment, count: int, seed: int) -> list[tuple[Message, ...]]:
-    """Finished conversations for the first ``count`` training tasks of a seed of their own."""
+def demonstrations(environment: Environment, count: int, seed: int) -> Iterator[tuple[Message, ...]]:
+    """Finished conversations for the first ``count`` training tasks of a seed of their own, made one by one."""
     made = (demonstration(environment, environment.task(seed, index)) for index in range(count))
-    return [messages for messages in made if messages is not None]
+    return (messages for messages in made if messages is not None)

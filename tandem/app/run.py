@@ -11,18 +11,18 @@ import datetime
 import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tandem
-from tandem.app.build import parts_of, run_folder
+from tandem.app.build import label_of, parts_of
 from tandem.app.preflight import Ready, prepare
 from tandem.app.session import TrainingSession
-from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, supervise
+from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, REASONS, program, supervise
+from tandem.config.load import from_mapping
 from tandem.config.tree import Recipe
-from tandem.core.errors import ConfigError, RecordError
+from tandem.core.errors import ConfigError, RecordError, boundary
 from tandem.core.events import (
     CheckpointSaved,
     EngineReported,
@@ -43,7 +43,7 @@ from tandem.record.sinks.console import ConsoleSink
 from tandem.record.summary import summarise_run
 
 RECIPE = "recipe.json"
-REASONS = {FINISHED: "finished", INTERRUPTED: "interrupted", FAILED: "failed"}
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def train(
@@ -62,14 +62,20 @@ def train(
     with EventLog(folder) as log:
 
         def last_words() -> None:
+            if sys.stderr.isatty():
+                sys.stderr.write(SHOW_CURSOR)  # the live display hid it
+            _say_how_to_resume(folder)
             log.emit(RunFinished(step=_last_step(log), reason=REASONS[INTERRUPTED], detail="ended at once"))
             log.close()
-            _say_how_to_resume(folder)
 
         with _display(recipe, log, resumed=resume is not None):
-            evaluated = _resume(log) if resume else _start(log, recipe, origins, command)
-            code, detail = supervise(lambda: _train(recipe, ready, log, evaluated), last_words)
-            log.emit(RunFinished(step=_last_step(log), reason=REASONS[code], detail=detail))
+            begun = bool(read(folder))  # not so when it was killed before its first event
+            evaluated = _resume(log) if begun else _start(log, recipe, origins, command)
+            code, detail = supervise(
+                lambda: _train(recipe, ready, log, evaluated), last_words, stopping="ending episodes and boxes"
+            )
+            with contextlib.suppress(RecordError):  # a log that cannot be written is what ``detail`` tells then
+                log.emit(RunFinished(step=_last_step(log), reason=REASONS[code], detail=detail))
     return _conclude(folder, code, detail)
 
 
@@ -77,13 +83,20 @@ def recipe_of(folder: Path) -> tuple[Recipe, dict[str, str]]:
     """The resolved recipe of a run, and where each of its values came from.
 
     Raises:
-        RecordError: there is no run in ``folder``.
+        RecordError: there is no run in ``folder``, or its recipe cannot be read by this version.
     """
     path = folder / RECIPE
     if not path.is_file():
-        raise RecordError(f"no run in {folder}", hint="tandem runs list names the runs of a folder")
-    saved = json.loads(path.read_text())
-    return Recipe.model_validate(saved["recipe"]), saved["origins"]
+        raise RecordError(f"no recipe in {folder}: no run, or one that was killed before it began",
+                          hint="tandem runs list names the runs of a folder")  # fmt: skip
+    with boundary(RecordError, f"{path} is broken"):
+        saved = json.loads(path.read_text())
+        tree, origins = saved["recipe"], dict(saved["origins"])
+    try:
+        return from_mapping(tree), origins
+    except ConfigError as error:
+        hint = f"it was written by another version of tandem; {error.hint}".rstrip("; ")
+        raise RecordError(f"{path}: {error.message}", hint=hint) from error
 
 
 async def _train(recipe: Recipe, ready: Ready, log: EventLog, evaluated: frozenset[str]) -> None:
@@ -93,13 +106,14 @@ async def _train(recipe: Recipe, ready: Ready, log: EventLog, evaluated: frozens
 
 # ---- the folder
 def _new_folder(recipe: Recipe) -> Path:
-    label = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-s{recipe.trainer.seed}"
-    folder = run_folder(recipe, label)
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(
-            f"run folder {folder} exists",
-            hint=f"go on with it: {_program()} train --resume {folder}; or choose another record.name",
-        )
+    label = f"{label_of(recipe)}-{datetime.datetime.now():%Y%m%d-%H%M%S}-s{recipe.trainer.seed}"
+    folder = Path(recipe.record.folder) / (recipe.record.name or label)
+    if folder.is_dir() and not any(folder.iterdir()):
+        return folder
+    if folder.exists() or folder.is_symlink():
+        resume = f"go on with it: {program()} train --resume {shlex.quote(str(folder))}; or "
+        is_run = (folder / RECIPE).is_file()
+        raise ConfigError(f"run folder {folder} exists", hint=f"{resume if is_run else ''}choose another record.name")
     return folder
 
 
@@ -142,6 +156,8 @@ def _checkpoint(events: list[Envelope], step: int) -> tuple[int, str]:
     for each in reversed(events):
         if isinstance(each.event, CheckpointSaved) and each.event.step == step:
             return each.sequence, each.event.path
+    if step == 0:  # killed between the rename and its event: all that was before it counts
+        return events[-1].sequence, ""
     # Killed between the rename and its event: what a step says last comes just before its checkpoint is written.
     last = [
         each.sequence
@@ -174,11 +190,13 @@ def _display(recipe: Recipe, log: EventLog, *, resumed: bool) -> Iterator[None]:
 
 
 def _conclude(folder: Path, code: int, detail: str) -> int:
-    with contextlib.suppress(RecordError):  # nothing to draw yet
-        draw_curve(folder)
+    if code != INTERRUPTED:  # who stops a run waits for its end, not for a picture
+        with contextlib.suppress(RecordError):  # nothing to draw yet
+            draw_curve(folder)
     print(f"\n{summarise_run(folder)}\n")
     if code == FINISHED:
-        print(f"model:    {folder / 'model'}\ncurve:    {folder / 'curve.png'}\nserve it: {_program()} serve {folder}")
+        shown = shlex.quote(str(folder))
+        print(f"model:    {folder / 'model'}\ncurve:    {folder / 'curve.png'}\nserve it: {program()} serve {shown}")
         return code
     if code == FAILED:
         print(f"error: {detail}", file=sys.stderr)
@@ -187,12 +205,4 @@ def _conclude(folder: Path, code: int, detail: str) -> int:
 
 
 def _say_how_to_resume(folder: Path) -> None:
-    print(f"go on:    {_program()} train --resume {shlex.quote(str(folder))}", file=sys.stderr, flush=True)
-
-
-def _program() -> str:
-    """How this program is called from the present folder."""
-    here = Path(sys.executable).parent / "tandem"
-    if not here.exists() or shutil.which("tandem") == str(here):
-        return "tandem"
-    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
+    print(f"go on:    {program()} train --resume {shlex.quote(str(folder))}", file=sys.stderr, flush=True)

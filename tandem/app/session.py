@@ -148,7 +148,7 @@ class TrainingSession:
         )
         await warm_up(
             engine,
-            self._demonstrations(),
+            await self._demonstrations(),
             spec,
             section=recipe.warmup,
             train=recipe.engine.train,
@@ -157,7 +157,8 @@ class TrainingSession:
             on_version=parts.load,
         )
 
-    def _demonstrations(self) -> list[Sample]:
+    async def _demonstrations(self) -> list[Sample]:
+        """Thousands take seconds, so the loop gets its turn in between."""
         recipe, ready = self._parts.recipe, self._parts.ready
         tools = [tool.spec for tool in ready.environment.workflow.tools]
         count = recipe.warmup.steps * recipe.warmup.batch_size
@@ -166,6 +167,8 @@ class TrainingSession:
         for number, messages in enumerate(demonstrations(ready.environment, count, seed)):
             made = demonstrate(messages, tools, ready.model.renderer, name=f"demonstration-{number}")
             samples.append(demonstration(made.episode_id, made.token_ids, made.loss_mask))
+            if not number % 16:
+                await asyncio.sleep(0)
         return samples
 
     def _report(self, step: int) -> None:
@@ -193,6 +196,8 @@ class TrainingSession:
             return
         started = time.perf_counter()
         tasks = self._parts.ready.environment.held_out(section.num_eval_tasks)
+        if not tasks:
+            return  # the environment has no evaluation tasks
         version = WeightVersion(number=self._parts.weights.version, step=step)
         await self._parts.engine.load(version)
         episodes = await self._parts.rollout.evaluate(

@@ -1,70 +1,146 @@
 """Runs the work of a command under signals, with a bound on how long an end may take.
 
-Owns: what Ctrl-C and SIGTERM do. Invariant: after the first signal the process is gone within ``SHUTDOWN_S``, whatever
-the work does, and what ``last_words`` says was said.
+Owns: what Ctrl-C and SIGTERM do, exit codes, how the user calls this program. Invariants: after the first signal the
+process is gone within ``SHUTDOWN_S``, whatever the work does, and what ``last_words`` says was said; nothing that the
+work raises goes on as a traceback alone, without an exit code and a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
+import shlex
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from tandem.core.errors import TandemError
 
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
+REASONS = {FINISHED: "finished", INTERRUPTED: "interrupted", FAILED: "failed"}  # in the log
 SHUTDOWN_S = 4.0
+LAST_WORDS_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+Work = Callable[[], Coroutine[object, object, object]]
 
 
-def supervise(work: Callable[[], Coroutine[object, object, object]], last_words: Callable[[], None]) -> tuple[int, str]:
+def supervise(work: Work, last_words: Callable[[], None], *, stopping: str) -> tuple[int, str]:
     """Run ``work`` in an event loop of its own until it ends or a signal cancels it; returns the exit code and, for a
-    failure, what happened.
+    failure, what happened. ``stopping`` is what the user is told that a signal does. Call it from the main thread.
 
     A second signal, or ``SHUTDOWN_S`` without an end (a long computation cannot be cancelled), ends the process at
     once: ``last_words`` is called in a thread before; boxes die with the process.
     """
+    ending = _Ending(last_words, stopping)
+    with ending.watched():
+        return asyncio.run(_run(work, ending))
 
-    def end_now() -> None:
-        with suppress(Exception):
-            last_words()
-        sys.stderr.flush()
+
+class _Ending:
+    """Hears signals in a thread of its own, so that it acts while the main thread computes. The kernel's news comes
+    through a pipe that Python's C part writes: no Python code runs at the place where the signal struck."""
+
+    def __init__(self, last_words: Callable[[], None], stopping: str) -> None:
+        self.asked = False
+        self.cancel: Callable[[], None] = lambda: None
+        self._last_words = last_words
+        self._stopping = stopping
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        news, bell = os.pipe()
+        os.set_blocking(bell, False)
+        before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        watcher = threading.Thread(target=self._watch, args=(news,), name="tandem-signals", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            os.close(bell)  # the watcher reads the end
+            watcher.join()
+            os.close(news)
+
+    def _watch(self, news: int) -> None:
+        if not self._signal(news):
+            return
+        self.asked = True
+        print(f"\nstopping: {self._stopping} (again: at once) ...", file=sys.stderr, flush=True)
+        self.cancel()
+        if self._ended(news):
+            return
+        self._end_now()
+
+    def _signal(self, news: int) -> bool:
+        """Wait for one of ours; False when the work has ended."""
+        while said := os.read(news, 1):
+            if said[0] in SIGNALS:
+                return True
+        return False
+
+    def _ended(self, news: int) -> bool:
+        """Whether the work ends within ``SHUTDOWN_S``, and before another signal."""
+        deadline = time.monotonic() + SHUTDOWN_S
+        while select.select([news], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            said = os.read(news, 1)
+            if not said:
+                return True
+            if said[0] in SIGNALS:
+                return False
+        return False
+
+    def _end_now(self) -> None:
+        def speak() -> None:
+            with suppress(Exception):
+                self._last_words()
+            with suppress(Exception):
+                sys.stderr.flush()
+
+        speaker = threading.Thread(target=speak, daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_S)  # a disk that hangs must not keep the process
         os._exit(INTERRUPTED)
 
-    timer = threading.Timer(SHUTDOWN_S, end_now)
-    timer.daemon = True
-    try:
-        return asyncio.run(_run(work, timer, end_now))
-    finally:
-        timer.cancel()
 
-
-async def _run(
-    work: Callable[[], Coroutine[object, object, object]], timer: threading.Timer, end_now: Callable[[], None]
-) -> tuple[int, str]:
+async def _run(work: Work, ending: _Ending) -> tuple[int, str]:
     task = asyncio.ensure_future(work())
     loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        if timer.is_alive():
-            end_now()
-        print("\nstopping: ending episodes and boxes (again: at once) ...", file=sys.stderr, flush=True)
-        timer.start()
+    ending.cancel = lambda: _later(loop, task)
+    if ending.asked:  # before there was anything to cancel
         task.cancel()
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, stop)
     try:
         await task
         return FINISHED, ""
-    except asyncio.CancelledError:
-        return INTERRUPTED, "stopped by a signal"
-    except TandemError as error:
-        return FAILED, f"{error.message}\nhint: {error.hint}" if error.hint else error.message
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+    except BaseException as error:  # the supervisor of a command: every end has a code and a reason
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        if ending.asked:
+            return INTERRUPTED, "stopped by a signal"
+        if isinstance(error, TandemError):
+            return FAILED, f"{error.message}\nhint: {error.hint}" if error.hint else error.message
+        traceback.print_exception(error)  # a fault of ours, or of the machine: it has to be found
+        return FAILED, f"{type(error).__name__}: {error}"
+
+
+def _later(loop: asyncio.AbstractEventLoop, task: asyncio.Future[object]) -> None:
+    with suppress(RuntimeError):  # the loop has just been closed: the work has ended
+        loop.call_soon_threadsafe(task.cancel)
+
+
+def program() -> str:
+    """How this program is called from the present folder."""
+    here = Path(sys.executable).parent / "tandem"
+    if not here.exists() or shutil.which("tandem") == str(here):
+        return "tandem"
+    return shlex.quote(os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here))
