@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Sequence
 
 from pieces.peer import Peer
 from pieces.runs import ENVIRONMENTS, machine, recipe, steps, train
@@ -53,9 +52,16 @@ class Times:
     rollout: list[float]
     train: list[float]
 
+    def __add__(self, other: Times) -> Times:
+        return Times(self.whole + other.whole, self.rollout + other.rollout, self.train + other.train)
+
     @property
-    def medians(self) -> list[float]:
-        return [statistics.median(each) for each in (self.whole, self.rollout, self.train)]
+    def median(self) -> float:
+        return statistics.median(self.whole)
+
+    def row(self, name: str, *, ratio: str = "") -> list[str]:
+        medians = [statistics.median(each) for each in (self.whole, self.rollout, self.train)]
+        return [name, *(f"{each:.2f}" for each in medians), f"{min(self.whole):.2f}", str(len(self.whole)), ratio]
 
 
 def endless(ready: Ready) -> Ready:
@@ -79,30 +85,21 @@ def ours(size: Size, dtype: str) -> Times:
     return Times(whole, [event.rollout_s for _, event in ended[1:]], [event.train_s for _, event in ended[1:]])
 
 
-def theirs(
-    peer: Peer, size: Size, dtype: str, ready: Ready, micro_batches: Sequence[int], *, keep_memory: bool
-) -> Times:
-    """TRL's times, with the micro-batch that is the fastest on this machine."""
+def theirs(peer: Peer, size: Size, dtype: str, micro_batch: int, *, keep_memory: bool) -> Times:
+    ready = prepare(recipe(*size.flags(dtype)))
     ids = prompts(ready, size.groups * (size.steps + 1))
     tokenizer = ready.model.renderer.tokenizer
-    best: Times | None = None
-    for micro_batch in micro_batches:
-        answer = peer.ask(
-            "trl_grpo_step.py",
-            {
-                "model": str(ready.model.path), "dtype": dtype, "steps": size.steps + 1, "seed": derive_seed("trl"),
-                "prompts": [tokenizer.decode(each) for each in ids], "prompt_ids": ids, "group_size": size.group_size,
-                "groups": size.groups, "new_tokens": size.new_tokens, "micro_batch": micro_batch,
-            },
-            keep_memory=keep_memory,
-        )  # fmt: skip
-        rollout, whole = answer["rollout"][1:], answer["step"][1:]
-        found = Times(whole, rollout, [each - part for each, part in zip(whole, rollout, strict=True)])
-        print(f"  TRL, {dtype}, micro-batches of {micro_batch}: {found.medians[0]:.1f} s a step", flush=True)
-        if best is None or found.medians[0] < best.medians[0]:
-            best = found
-    assert best is not None
-    return best
+    answer = peer.ask(
+        "trl_grpo_step.py",
+        {
+            "model": str(ready.model.path), "dtype": dtype, "steps": size.steps + 1, "seed": derive_seed("trl"),
+            "prompts": [tokenizer.decode(each) for each in ids], "prompt_ids": ids, "group_size": size.group_size,
+            "groups": size.groups, "new_tokens": size.new_tokens, "micro_batch": micro_batch,
+        },
+        keep_memory=keep_memory,
+    )  # fmt: skip
+    rollout, whole = answer["rollout"][1:], answer["step"][1:]
+    return Times(whole, rollout, [each - part for each, part in zip(whole, rollout, strict=True)])
 
 
 def main() -> None:
@@ -112,27 +109,31 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-words", type=int, default=30)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8], help="TRL's; the fastest one counts")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of each side in a round")
+    parser.add_argument("--rounds", type=int, default=2, help="both sides in turns, so often")
+    parser.add_argument("--micro-batch", type=int, default=8, help="TRL's sequences of one pass; of 4, 8, 32 the best")
     parser.add_argument("--default-memory", action="store_true", help="leave the peer's memory settings as they are")
     options = parser.parse_args()
     size = Size(options.groups, options.group_size, options.prompt_words, options.new_tokens, options.steps)
     peer = Peer.find(options.peer, "trl")
-    print(f"{machine()}; {size.groups} groups of {size.group_size}, {size.new_tokens} new tokens each", flush=True)
-    rows = [["seconds a step (median)", "step", "rollout", "train", "times ours"]]
+    lengths = [len(each) for each in prompts(prepare(recipe(*size.flags("float32"))), size.groups * (size.steps + 1))]
+    print(
+        f"{machine()}; {size.groups} groups of {size.group_size}, prompts of {min(lengths)} to {max(lengths)} tokens, "
+        f"{size.new_tokens} new tokens each",
+        flush=True,
+    )
+    rows = [["seconds a step (medians)", "step", "rollout", "train", "fastest", "steps", "times ours"]]
     for dtype in options.dtypes:
-        ready = prepare(recipe(*size.flags(dtype)))
-        if not options.dtypes.index(dtype):
-            lengths = [len(each) for each in prompts(ready, size.groups * (size.steps + 1))]
-            print(f"prompts of {min(lengths)} to {max(lengths)} tokens", flush=True)
-        mine = ours(size, dtype)
-        rows.append([f"tandem, {dtype}", *(f"{each:.2f}" for each in mine.medians), ""])
+        mine, other = Times([], [], []), Times([], [], [])
+        for _ in range(options.rounds):
+            mine += ours(size, dtype)
+            if peer is not None:
+                keep_memory = not options.default_memory
+                other += theirs(peer, size, dtype, options.micro_batch, keep_memory=keep_memory)
+        rows.append(mine.row(f"tandem, {dtype}"))
         if peer is not None:
-            keep_memory = not options.default_memory
-            other = theirs(peer, size, dtype, ready, options.micro_batches, keep_memory=keep_memory)
-            ratio = f"{other.medians[0] / mine.medians[0]:.2f}"
-            rows.append([f"{peer.version}, {dtype}", *(f"{each:.2f}" for each in other.medians), ratio])
+            rows.append(other.row(f"{peer.version}, {dtype}", ratio=f"{other.median / mine.median:.2f}"))
     print(table(rows))
     if peer is None:
         print("no peer: give --peer PYTHON for a ratio")
