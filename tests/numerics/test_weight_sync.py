@@ -1,4 +1,4 @@
-"""Case 6: after an update the sampler serves the new weights, all of them, and what was derived from the old is gone."""
+"""Case 6: after an update the sampler serves the new weights, all of them; nothing derived from the old ones stays."""
 
 from __future__ import annotations
 
