@@ -15,7 +15,7 @@ import dataclasses
 import statistics
 
 from pieces.peer import Peer
-from pieces.runs import ENVIRONMENTS, machine, recipe, steps, train
+from pieces.runs import ENVIRONMENTS, endless, machine, recipe, steps, train
 
 from tandem.app.preflight import Ready, prepare
 from tandem.core.wire import derive_seed
@@ -62,13 +62,6 @@ class Times:
     def row(self, name: str, *, ratio: str = "") -> list[str]:
         medians = [statistics.median(each) for each in (self.whole, self.rollout, self.train)]
         return [name, *(f"{each:.2f}" for each in medians), f"{min(self.whole):.2f}", str(len(self.whole)), ratio]
-
-
-def endless(ready: Ready) -> Ready:
-    """The same model without any token that would end an answer early."""
-    ready.model.renderer.stop_token_ids = ()
-    spec = dataclasses.replace(ready.model.spec, eos_ids=())
-    return dataclasses.replace(ready, model=dataclasses.replace(ready.model, spec=spec))
 
 
 def prompts(ready: Ready, count: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ Nothing here is a special road: the recipe goes through the checks, the parts an
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -32,6 +33,13 @@ def recipe(*flags: str, files: tuple[Path | str, ...] = ()) -> Recipe:
 
 def no_change(ready: Ready) -> Ready:
     return ready
+
+
+def endless(ready: Ready) -> Ready:
+    """The same model without any token that would end an answer early."""
+    ready.model.renderer.stop_token_ids = ()
+    spec = dataclasses.replace(ready.model.spec, eos_ids=())
+    return dataclasses.replace(ready, model=dataclasses.replace(ready.model, spec=spec))
 
 
 def train(recipe: Recipe, *, change: Callable[[Ready], Ready] = no_change) -> list[Envelope]:
