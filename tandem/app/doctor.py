@@ -47,7 +47,7 @@ def _compute() -> list[Fact]:
         Fact(feature="accelerator", ok=torch.cuda.is_available() or None, detail=device),
         Fact(
             feature="CPU kernels",
-            ok=native.available(),
+            ok=native.available() or None,
             detail=f"built with {compiler}" if native.available() else "not built: the slow PyTorch reference is used",
             remedy="install gcc",
         ),

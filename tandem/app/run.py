@@ -28,6 +28,7 @@ from tandem.core.events import (
     EngineReported,
     Envelope,
     EvaluationFinished,
+    GroupStarted,
     RunFinished,
     RunResumed,
     RunStarted,
@@ -37,7 +38,7 @@ from tandem.core.events import (
 from tandem.engine.train.checkpoint import complete_steps
 from tandem.record.curve import draw_curve
 from tandem.record.log import EventLog
-from tandem.record.metrics import fold
+from tandem.record.metrics import TRAIN, fold
 from tandem.record.replay import read
 from tandem.record.sinks.console import ConsoleSink
 from tandem.record.summary import summarise_run
@@ -156,9 +157,12 @@ def _checkpoint(events: list[Envelope], step: int) -> tuple[int, str]:
     for each in reversed(events):
         if isinstance(each.event, CheckpointSaved) and each.event.step == step:
             return each.sequence, each.event.path
-    if step == 0:  # killed between the rename and its event: all that was before it counts
-        return events[-1].sequence, ""
-    # Killed between the rename and its event: what a step says last comes just before its checkpoint is written.
+    # Killed between the rename and its event.
+    if step == 0:  # all that was before the first training group counts
+        groups = (each for each in events if isinstance(each.event, GroupStarted) and each.event.purpose == TRAIN)
+        first = next(groups, None)
+        return (first.sequence if first else events[-1].sequence + 1) - 1, ""
+    # What a step says last comes just before its checkpoint is written.
     last = [
         each.sequence
         for each in events

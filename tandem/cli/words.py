@@ -18,6 +18,7 @@ from tandem.config.sources import parse_words
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError, RecordError
 
+BUILTIN_MODELS = ("smollm2", "tiny")
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}  # recipe flags are not listed twice
 FLAGS_HELP = "Every option of a recipe is a flag: --rollout.group-size 8. See them: tandem config show."
 
@@ -86,10 +87,13 @@ def recipe_and_model(context: typer.Context, model: str) -> tuple[Recipe, Path |
     it) and its exported model; of anything else, the recipe of the words with this model.
 
     Raises:
-        RecordError: the run has not exported a model yet.
+        RecordError: the run has not exported a model yet, or there is none of this name but a near one.
     """
     folder = _run_or_none(model)
     if folder is None:
+        near = difflib.get_close_matches(model, [path.name for path in runs_in(Path("runs"))], n=2, cutoff=0.7)
+        if model not in BUILTIN_MODELS and near and not Path(model).expanduser().exists():
+            raise RecordError(f"no run and no model {model!r}", hint=f"did you mean {' or '.join(near)}?")
         recipe, origins = recipe_from(context)
         return (overlay(recipe, origins, ["--model.path", model])[0] if model else recipe), None
     from tandem.app.run import recipe_of

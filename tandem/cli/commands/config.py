@@ -38,11 +38,11 @@ def show(
 @app.command(
     context_settings=words.FREE,
     options_metavar="[RECIPE...] [OPTIONS]",
-    short_help="Check a recipe, its environment and its model.",
+    short_help="Check a recipe, its environment, its model and the boxes.",
     epilog=words.FLAGS_HELP,
 )
 def check(context: typer.Context) -> None:
-    """Check RECIPE... and flags as a run would, up to loading the model: environment, prompts, model folder.
+    """Check RECIPE... and flags as a run would, up to loading the model: environment, prompts, model folder, a box.
 
     \b
     tandem config check recipes/demo.toml --rollout.group-size 16

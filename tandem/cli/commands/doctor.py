@@ -12,14 +12,19 @@ def add(app: typer.Typer) -> None:
 
 
 def doctor() -> None:
-    """Show what this machine can do, and what to do about what it cannot."""
+    """Show what this machine can do, and what to do about what it cannot.
+
+    ok: there. --: not there, and not needed. NO: needed.
+    """
     from tandem.app.doctor import facts
 
     found = facts()
+    missing = [fact.feature for fact in found if fact.ok is False]
     width = max(len(fact.feature) for fact in found)
     for fact in found:
         mark = {True: "ok", None: "--", False: "NO"}[fact.ok]
         print(f"{mark:<3} {fact.feature:<{width}}  {fact.detail}")
         if not fact.ok and fact.remedy:
             print(f"    {'':<{width}}  remedy: {fact.remedy}")
-    raise typer.Exit(FAILED if any(fact.ok is False for fact in found) else 0)
+    print(f"not ready: {', '.join(missing)}" if missing else "ready: tandem train recipes/demo.toml")
+    raise typer.Exit(FAILED if missing else 0)

@@ -1,0 +1,159 @@
+"""A run as its user meets it: from the recipe to the model that is served elsewhere; and what must not stop it."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from app_pieces import ENVIRONMENTS, TINY, Child, said, small, tandem
+from environments_for_tests import BROKEN_TASK
+from reference_models import logits_of
+from transformers import AutoModelForCausalLM
+
+from tandem.app.run import recipe_of, train
+from tandem.config.load import load
+from tandem.core.errors import ConfigError, RecordError
+from tandem.models.builtin import resolve_model
+from tandem.models.loader import load_model
+from tandem.record.metrics import fold
+from tandem.record.replay import episodes, read
+
+
+def test_the_phases_are_shown_and_summed_up(finished: tuple[Path, Child]):
+    folder, child = finished
+    places = [child.err.index(line) for line in (
+        "run finished", "evaluation before: success", "warm-up 1/3  loss", "warm-up 3/3  loss",
+        "evaluation after warm-up: success", "step 1/3  reward", "step 3/3  reward",
+        "evaluation after reinforcement: success", "finished after step 3",
+    )]  # fmt: skip
+    assert places == sorted(places)
+    shown = child.out.splitlines()
+    for name in ("before", "after warm-up", "after reinforcement"):
+        assert sum(line.startswith(f"{name} ") for line in shown) == 1
+    assert f"model:    {folder / 'model'}" in shown and f"curve:    {folder / 'curve.png'}" in shown
+    assert shown[-1].startswith("serve it: ") and shown[-1].endswith(f"tandem serve {folder}")
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "Traceback" not in child.said and "Warning" not in child.said
+    child.assert_nothing_left()
+
+
+def test_the_log_holds_the_run(finished: tuple[Path, Child]):
+    metrics = fold(read(finished[0]))
+    assert metrics.finished is not None and (metrics.finished.reason, metrics.finished.step) == ("finished", 3)
+    assert [(step.phase, step.step) for step in metrics.steps] == [
+        *(("warmup", step) for step in (1, 2, 3)), *(("train", step) for step in (1, 2, 3)),
+    ]  # fmt: skip
+    assert [(each.name, each.num_tasks) for each in metrics.evaluations] == [
+        ("before", 4), ("after warm-up", 4), ("after reinforcement", 4),
+    ]  # fmt: skip
+    assert metrics.episodes["train"].num_scored == 3 * 2 * 4
+    assert metrics.sandboxes_created == metrics.sandboxes_killed == 3 * 2 * 4 + 3 * 4
+
+
+def test_the_exported_model_is_the_same_in_transformers(finished: tuple[Path, Child]):
+    folder = finished[0] / "model"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ours, start = (load_model(each, dtype=torch.float32) for each in (folder, resolve_model("tiny")))
+    ids = [5, 9, 3, 77, 41, 8, 8, 60, 13, 90, 22, 31]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(logits_of(ours, ids), expected, atol=1e-4, rtol=0)
+        assert not torch.allclose(logits_of(start, ids), expected, atol=1e-2)  # it is the trained one
+
+
+def test_runs_are_listed_shown_verified_and_drawn(
+    place: Path, finished: tuple[Path, Child], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(place)  # it holds ``runs``, so that runs have names
+    listed = tandem("runs", "list", place=place).out.splitlines()
+    (row,) = [line for line in listed if line.startswith("finished ")]
+    assert row.split()[3:6] == ["finished", "3", f"{fold(read(finished[0])).phase_steps()[-1].reward:.3f}"]
+    assert "after reinforcement" in said(capsys, "runs", "show", "finished")
+    assert len(said(capsys, "runs", "show", "finished", "--episodes").splitlines()) == 2 + 3 * 2 * 4 + 3 * 4
+    name = next(iter(episodes(finished[0])))
+    told = tandem("runs", "show", "finished", "--episode", name, place=place).out
+    assert name in told and "list" in told and "reward" in told
+    assert said(capsys, "runs", "verify", "finished").endswith("chain and episodes are whole\n")
+    assert said(capsys, "runs", "curve", "finished", "--out", "one.svg") == "one.svg\n"
+    assert "<svg" in (place / "one.svg").read_text()
+
+
+def test_the_recipe_checks(place: Path, capsys: pytest.CaptureFixture[str]):
+    out = said(capsys, "config", "check", *small(place / "runs", "checked"))
+    assert out.startswith("good: environment chores, model ") and out.endswith("context of 256 tokens\n")
+    assert not (place / "runs" / "checked").exists()
+
+
+# ---- a run folder that is none, or no more
+def test_a_recipe_that_cannot_be_read_is_said(tmp_path: Path):
+    with pytest.raises(RecordError, match="killed before it began"):
+        recipe_of(tmp_path)
+    recipe, origins = load(flags=["--model.path", "tiny"])
+    saved = {"recipe": recipe.model_dump(mode="json"), "origins": origins}
+    (tmp_path / "recipe.json").write_text(json.dumps(saved))
+    assert recipe_of(tmp_path) == (recipe, origins)
+    saved["recipe"]["model"]["colour"] = "red"
+    (tmp_path / "recipe.json").write_text(json.dumps(saved))
+    with pytest.raises(RecordError, match="model.colour") as raised:
+        recipe_of(tmp_path)
+    assert "another version" in raised.value.hint
+    (tmp_path / "recipe.json").write_text("{")
+    with pytest.raises(RecordError, match="is broken"):
+        recipe_of(tmp_path)
+
+
+def test_a_folder_in_the_way_is_not_written_into(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    recipe, origins = load([TINY], ["--record.folder", str(tmp_path), "--record.name", "mine"])
+    with pytest.raises(ConfigError, match="exists") as raised:
+        train(recipe, origins)
+    assert raised.value.hint == "choose another record.name"  # it is no run: there is nothing to resume
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_that_was_killed_before_its_first_event_begins_anew(
+    place: Path, finished: tuple[Path, Child], capsys: pytest.CaptureFixture[str]
+):
+    folder = place / "runs" / "unborn"
+    folder.mkdir(parents=True)
+    recipe = json.loads((finished[0] / "recipe.json").read_text())
+    recipe["recipe"]["trainer"]["steps"] = recipe["recipe"]["warmup"]["steps"] = 0
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    (folder / "events.jsonl").touch()
+    said(capsys, "train", "--resume", str(folder))
+    metrics = fold(read(folder))
+    assert metrics.run_id == "unborn" and metrics.resumes == 0 and metrics.started is not None
+    assert [each.name for each in metrics.evaluations] == ["before", "after reinforcement"]
+
+
+# ---- what must not stop a run
+@pytest.mark.slow
+def test_trouble_is_counted_under_its_name_and_stops_nothing(place: Path):
+    flags = {
+        "environment.name": f"{ENVIRONMENTS}:troubled", "environment.num-eval-tasks": 0, "warmup.steps": 0,
+        "rollout.groups-per-step": 3, "rollout.group-size": 2, "trainer.steps": 2,
+    }  # fmt: skip
+    more = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    child = tandem("train", *small(place / "runs", "troubled"), *more, place=place)
+    child.assert_nothing_left()
+    metrics = fold(read(place / "runs" / "troubled"))
+    assert [step.num_groups for step in metrics.phase_steps()] == [3, 3]
+    failures = metrics.tool_failures
+    assert failures["shell: timeout"] >= 2  # the one that hangs
+    assert failures["shell: output_limit"] == 2
+    assert failures["shell: timeout"] + failures["shell: nonzero_exit"] == 4  # the fork bomb ends in one of two ways
+    assert failures["stubborn: timeout"] == 2 and failures["broken: raised"] == 2
+    assert metrics.episode_failures == {"environment": 6, "reward_timeout": 2, "reward": 2}
+    assert metrics.retried == 4  # the workflow that raises got two more attempts for each of its two episodes
+    assert metrics.reward_failures == {"judge: reward_timeout": 2, "judge: reward": 2}
+    assert metrics.dropped_groups == {"all_failed": 3}
+    ((reason, times),) = metrics.rejected_tasks.items()
+    assert times == 1 and f"task {BROKEN_TASK} of" in reason and "ZeroDivisionError: this task is broken" in reason
+    assert metrics.sandbox_failures == {}
+    for name in ("shell: output_limit 2", "stubborn: timeout 2", "environment 6", "reward_timeout 2", "all_failed 3"):
+        assert name in child.out
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20  # KiB: the gigabyte was kept nowhere
