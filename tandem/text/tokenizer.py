@@ -147,10 +147,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"model folder not found: {folder}")
-    from transformers import AutoTokenizer
-
     with boundary(ModelError, f"{folder}: the tokenizer does not load"):
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if _is_generic(folder):
+            from transformers import PreTrainedTokenizerFast as loader
+        else:
+            from transformers import AutoTokenizer as loader  # looks into the model's class: a second of imports
+        loaded = loader.from_pretrained(str(folder), local_files_only=True)
     return Tokenizer(loaded, name=str(folder), more_eos=_generation_eos(folder))
 
 
@@ -167,6 +169,14 @@ def save_gguf_tokenizer(file: Path, folder: Path) -> None:
     for name in ("backend", "is_local", "local_files_only"):
         config.pop(name, None)
     place.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether the files say everything, and no class of a model's own adds to them."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    return json.loads(config.read_text()).get("tokenizer_class") == "PreTrainedTokenizerFast"
 
 
 def _generation_eos(folder: Path) -> list[int]:
