@@ -79,7 +79,7 @@ def resolve(section: AlgorithmSection) -> AlgorithmSpec:
     """
     found = algorithms().resolve(section.name)
     if not isinstance(found, AlgorithmSpec):
-        raise ConfigError(f"algorithm.name = {section.name!r} is a {type(found).__name__}, not an AlgorithmSpec")
+        raise ConfigError(f"algorithm.name = {section.name!r} is of type {type(found).__name__}, not AlgorithmSpec")
     changes: dict[str, object] = {}
     for side in ("clip_low", "clip_high"):
         value = section.clip_low if side == "clip_low" else section.clip_high

@@ -86,7 +86,7 @@ def load_environment(section: EnvironmentSection) -> Environment:
         raise type(error)(f"{error.message} ({place_of(cause)})", hint=error.hint) from cause
     if not isinstance(made, Environment):
         raise PluginError(
-            f"environment {name!r} is a {type(made).__name__}, not an Environment",
+            f"environment {name!r} is of type {type(made).__name__}, not Environment",
             hint="give module:attribute of an Environment, or of a function that returns one",
         )
     if section.options and not inspect.isfunction(found):
@@ -158,5 +158,5 @@ def _made(taskset: Taskset, seed: int, index: int, what: str) -> Task:
     except Exception as error:  # the boundary to the user's code, which must name its line
         raise PluginError(f"{what} raised {describe(error)}") from error
     if not isinstance(made, Task):
-        raise PluginError(f"{what} is a {type(made).__name__}, not a Task")
+        raise PluginError(f"{what} is of type {type(made).__name__}, not Task")
     return made

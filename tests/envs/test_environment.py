@@ -62,7 +62,7 @@ def test_factories_take_options(tmp_path):
         ("import no_such_module\n", "env", {}, PluginError, "mine.py:1"),
         (GOOD, "enw", {}, PluginError, "no 'enw'"),
         (GOOD, "make", {}, PluginError, "could not be made: TypeError"),
-        ("env = 3\n", "env", {}, PluginError, "is a int, not an Environment"),
+        ("env = 3\n", "env", {}, PluginError, "is of type int, not Environment"),
         (GOOD, "build", {"siz": 1}, ConfigError, "no option 'siz'"),
         (GOOD, "env", {"size": 1}, ConfigError, "takes no options"),
         (GOOD.replace("(reward)", "(lambda e: 1)"), "env", {}, PluginError, "unknown parameter 'e'"),
@@ -94,7 +94,7 @@ def swap(old, new):
     ("source", "said"),
     [
         (swap('task("q", id=f"t{index}")', '{}["x"]'), "raised KeyError: 'x' (mine.py:9)"),
-        (swap('task("q", id=f"t{index}")', "3"), "is a int, not a Task"),
+        (swap('task("q", id=f"t{index}")', "3"), "is of type int, not Task"),
         ("import itertools\ncount = itertools.count()" + swap('f"t{index}"', "str(next(count))"), "differs from call"),
         (swap("rewards=[Reward(reward)]", "rewards=[]"), "no reward with a weight"),
         (swap("rewards=[Reward(reward)]", "rewards=[Reward(reward), Reward(reward)]"), "two rewards share a name"),
