@@ -106,7 +106,8 @@ def interrupted_again_and_again(place: Path) -> list[str]:
         log = read(folder)
         ended = log[-1].event
         assert isinstance(ended, RunFinished) and ended.reason == "interrupted"
-        assert ended.detail == ("stopped by a signal" if len(signals) == 1 else "ended at once")
+        # A computation that takes longer than the end may, as on a busy machine, is left behind.
+        assert ended.detail in {"ended at once", *(["stopped by a signal"] if len(signals) == 1 else [])}
         assert not any(isinstance(each.event, StepFinished) and each.event.phase == phase for each in log), name
         assert f"train --resume {folder}" in child.err and "stopping: ending episodes and boxes" in child.err
         assert "Traceback" not in child.err
