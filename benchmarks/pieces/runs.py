@@ -42,8 +42,11 @@ def endless(ready: Ready) -> Ready:
     return dataclasses.replace(ready, model=dataclasses.replace(ready.model, spec=spec))
 
 
-def train(recipe: Recipe, *, change: Callable[[Ready], Ready] = no_change) -> list[Envelope]:
-    """Run a recipe to its end; returns its events. ``change`` may adjust what the checks found."""
+def train(
+    recipe: Recipe, *, change: Callable[[Ready], Ready] = no_change, keep: Callable[[Path], object] = lambda _: None
+) -> list[Envelope]:
+    """Run a recipe to its end; returns its events. ``change`` may adjust what the checks found, ``keep`` may copy
+    from the run's folder before it is removed."""
     ready = change(prepare(recipe))
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         with EventLog(Path(folder)) as log:
@@ -53,6 +56,7 @@ def train(recipe: Recipe, *, change: Callable[[Ready], Ready] = no_change) -> li
                     await TrainingSession(parts, log.folder, log, evaluated=frozenset()).run()
 
             asyncio.run(whole())
+        keep(Path(folder))
         return read(Path(folder))
 
 

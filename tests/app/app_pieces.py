@@ -119,7 +119,7 @@ class Child:
             in_box = any("tandem-" in line and owner in line for line in _read(f"/proc/{pid}/cgroup").splitlines())
             if is_keeper or in_box or self._mark in _read(f"/proc/{pid}/environ").split("\0"):
                 left.append(f"process {pid}: {' '.join(words)[:200]}")
-        left += [f"cgroup {path}" for path in Path("/sys/fs/cgroup").rglob(f"tandem-*{owner}*")]
+        left += [f"cgroup {path}" for path in _cgroups() if owner in path]
         left += [f"mount {line}" for line in _mounts() - self._mounts]
         return left + [f"temporary file {path}" for path in self.temporary.iterdir()]
 
@@ -212,6 +212,12 @@ def _descendants(pid: int) -> set[int]:
         new = {each for each, parent in parents.items() if parent in new} - found
         found |= new
     return found
+
+
+def _cgroups() -> list[str]:
+    """Every folder of boxes. ``walk`` passes over what goes meanwhile: others have boxes too."""
+    walked = os.walk("/sys/fs/cgroup")
+    return [os.path.join(place, name) for place, names, _ in walked for name in names if name.startswith("tandem-")]
 
 
 def _mounts() -> set[str]:

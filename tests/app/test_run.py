@@ -13,11 +13,13 @@ from environments_for_tests import BROKEN_TASK
 from reference_models import logits_of
 from transformers import AutoModelForCausalLM
 
-from tandem.app.run import recipe_of, train
+from tandem.app.run import _resume, recipe_of, train
 from tandem.config.load import load
 from tandem.core.errors import ConfigError, RecordError
+from tandem.core.events import EngineReported, EvaluationFinished, GroupStarted, WeightsPublished
 from tandem.models.builtin import resolve_model
 from tandem.models.loader import load_model
+from tandem.record.log import EventLog
 from tandem.record.metrics import fold
 from tandem.record.replay import episodes, read
 
@@ -157,3 +159,43 @@ def test_trouble_is_counted_under_its_name_and_stops_nothing(place: Path):
     for name in ("shell: output_limit 2", "stubborn: timeout 2", "environment 6", "reward_timeout 2", "all_failed 3"):
         assert name in child.out
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20  # KiB: the gigabyte was kept nowhere
+
+
+# ---- a checkpoint whose event was lost: the run was killed between the two
+def saved(folder: Path, step: int) -> None:
+    place = folder / "checkpoints" / f"step-{step:06d}"
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text(json.dumps({"format": 1, "step": step, "files": {}}))
+
+
+def group(number: int, purpose: str = "train") -> GroupStarted:
+    return GroupStarted(group_id=f"g{number}", task_id="t", size=1, version=0, purpose=purpose)
+
+
+def published(step: int) -> WeightsPublished:
+    return WeightsPublished(version=step + 1, step=step, digest="", place="", publish_s=0.0)
+
+
+def test_what_the_checkpoint_holds_stays_and_what_came_after_goes(tmp_path: Path):
+    evaluated = EvaluationFinished(
+        name="after warm-up", step=0, num_tasks=1, num_failed=0, mean_reward=0.0, success=0.0, by_family={},
+        duration_s=1.0,
+    )  # fmt: skip
+    reported = EngineReported(step=1, prompt_tokens=1, cached_tokens=0, generated_tokens=1, busy_s=1.0)
+    saved(tmp_path, 0)
+    with EventLog(tmp_path) as log:
+        for event in (published(0), group(0, "after warm-up"), evaluated):
+            log.emit(event)
+        assert _resume(log) == {"after warm-up"}  # it was before the checkpoint
+        log.emit(group(1))
+        assert _resume(log) == {"after warm-up"}  # also when there has been rollout since
+        assert [each.event for each in read(tmp_path) if each.event == group(1)] == []
+        for event in (group(2), published(1), reported):
+            log.emit(event)
+        saved(tmp_path, 1)
+        for event in (group(3), published(2)):
+            log.emit(event)
+        assert _resume(log) == {"after warm-up"}
+        kept = [each.event for each in read(tmp_path)]
+        assert group(2) in kept and reported in kept and group(3) not in kept and published(2) not in kept
+    assert fold(read(tmp_path)).resumes == 3

@@ -55,7 +55,7 @@ def check(context: typer.Context) -> None:
           f"context of {ready.model.max_context_tokens} tokens")  # fmt: skip
 
 
-@app.command("schema")
+@app.command("schema", short_help="Print the JSON schema of recipe files.")
 def print_schema() -> None:
     """Print the JSON schema of recipe files, for completion in editors."""
     print(json.dumps(schema(), indent=1))
@@ -63,7 +63,7 @@ def print_schema() -> None:
 
 @app.command("reference")
 def print_reference(table: str = typer.Argument("", help="One table, such as rollout or engine.infer.")) -> None:
-    """Print what every option is, as Markdown."""
+    """Print what every option is, as Markdown; of one TABLE, or of all."""
     if table and table not in tables():
         raise ConfigError(f"no table {table!r}", hint=f"tables: {', '.join(tables())}")
     print(reference(table or None), end="")

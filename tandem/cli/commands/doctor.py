@@ -8,7 +8,7 @@ FAILED = 1
 
 
 def add(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
+    app.command("doctor", short_help="Show what this machine can do.")(doctor)
 
 
 def doctor() -> None:

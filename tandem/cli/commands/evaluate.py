@@ -6,7 +6,10 @@ import typer
 
 from tandem.cli import words
 
-WHAT_HELP = "A run (its exported model and recipe), or a model: a folder, a .gguf file, smollm2. Default: the recipe's."
+WHAT_HELP = (
+    "A run (its exported model and recipe), or a model: a folder, a .gguf file, smollm2, tiny. "
+    "Default: the recipe's."
+)
 
 
 def add(app: typer.Typer) -> None:

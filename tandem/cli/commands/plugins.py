@@ -12,7 +12,7 @@ def _group() -> None:
     """A group of one command: ``tandem plugins list``."""
 
 
-@app.command("list")
+@app.command("list", short_help="List every plug-in with its code.")
 def list_plugins() -> None:
     """List every plug-in with the code it names; nothing of it is imported.
 

@@ -24,7 +24,11 @@ def _group() -> None:
     """A group: ``tandem sandbox run``."""
 
 
-@app.command(context_settings={**words.FREE, "allow_interspersed_args": False})
+@app.command(
+    context_settings={**words.FREE, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] -- COMMAND...",
+    epilog="The box's options are flags: --sandbox.memory-mb 128. See them: tandem config reference sandbox.",
+)
 def run(
     context: typer.Context,
     file: list[Path] = typer.Option([], help="Copy this file into the box first (its home folder)."),
