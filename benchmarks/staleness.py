@@ -150,7 +150,7 @@ def report(pairs: list[list[Outcome]]) -> None:
         rows.append([str(seed), *(f"{each:.3g}" for each in figures), f"{gain:+.3f}"])
     print(table(rows))
     (ratio, ratio_error), (gain, gain_error) = mean_and_error(ratios), mean_and_error(gains)
-    print(f"ratio {ratio:.2f} ± {ratio_error:.2f}; reward {gain:+.3f} ± {gain_error:.3f} (standard error)")
+    print(f"ratio {ratio:.2f} ± {ratio_error:.2f}; reward {gain:+.3f} ± {gain_error:.3f} (std. error)")
     names = [field.name for field in dataclasses.fields(Outcome)]
     rows = [["means over the seeds", "staleness 0", f"staleness {STALE}"]]
     for name in names:
