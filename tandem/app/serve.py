@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.app.build import load_weights, make_engine, prepare_process
 from tandem.app.preflight import ModelFiles, prepare_model
-from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, supervise
+from tandem.app.supervise import FAILED, FINISHED, supervise
 from tandem.config.tree import Recipe
 from tandem.engine.compute import ComputeQueue
 from tandem.serve.openai import Served, make_app
@@ -25,11 +25,14 @@ def serve(recipe: Recipe, *, model_path: Path | None = None, host: str, port: in
     """
     files = prepare_model(recipe, model_path=model_path)
     code, detail = supervise(
-        lambda: _serve(recipe, files, host, port), lambda: None, stopping="answers in hand get two seconds"
+        lambda: _serve(recipe, files, host, port),
+        lambda: None,
+        stopping="answers in hand get two seconds",
+        interrupted=FINISHED,  # a server is stopped by a signal: that is its good end
     )
     if code == FAILED:
         print(f"error: {detail}", file=sys.stderr)
-    return FINISHED if code == INTERRUPTED else code  # a server is stopped by a signal: that is its good end
+    return code
 
 
 async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int) -> None:

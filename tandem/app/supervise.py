@@ -32,14 +32,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Work = Callable[[], Coroutine[object, object, object]]
 
 
-def supervise(work: Work, last_words: Callable[[], None], *, stopping: str) -> tuple[int, str]:
-    """Run ``work`` in an event loop of its own until it ends or a signal cancels it; returns the exit code and, for a
-    failure, what happened. ``stopping`` is what the user is told that a signal does. Call it from the main thread.
+def supervise(
+    work: Work, last_words: Callable[[], None], *, stopping: str, interrupted: int = INTERRUPTED
+) -> tuple[int, str]:
+    """Run ``work`` in an event loop of its own until it ends or a signal cancels it; returns the exit code (of a
+    signal: ``interrupted``) and what happened. ``stopping`` is what the user is told that a signal does. Call it from
+    the main thread.
 
     A second signal, or ``SHUTDOWN_S`` without an end (a long computation cannot be cancelled), ends the process at
-    once: ``last_words`` is called in a thread before; boxes die with the process.
+    once: ``last_words`` is called in a thread before; boxes die with the process. That holds up to the end of the
+    process, whatever the caller does after the work.
     """
-    ending = _Ending(last_words, stopping)
+    ending = _Ending(last_words, stopping, interrupted)
     with ending.watched():
         return asyncio.run(_run(work, ending))
 
@@ -48,7 +52,8 @@ class _Ending:
     """Hears signals in a thread of its own, so that it acts while the main thread computes. The kernel's news comes
     through a pipe that Python's C part writes: no Python code runs at the place where the signal struck."""
 
-    def __init__(self, last_words: Callable[[], None], stopping: str) -> None:
+    def __init__(self, last_words: Callable[[], None], stopping: str, code: int) -> None:
+        self.code = code
         self.asked = False
         self.cancel: Callable[[], None] = lambda: None
         self._last_words = last_words
@@ -65,12 +70,13 @@ class _Ending:
         try:
             yield
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(before)
-            os.close(bell)  # the watcher reads the end
-            watcher.join()
-            os.close(news)
+            if not self.asked:  # else it goes on watching: the process is to be gone soon
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+                signal.set_wakeup_fd(before)
+                os.close(bell)  # the watcher reads the end
+                watcher.join()
+                os.close(news)
 
     def _watch(self, news: int) -> None:
         if not self._signal(news):
@@ -110,7 +116,7 @@ class _Ending:
         speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
         speaker.join(LAST_WORDS_S)  # a disk that hangs must not keep the process
-        os._exit(INTERRUPTED)
+        os._exit(self.code)
 
 
 async def _run(work: Work, ending: _Ending) -> tuple[int, str]:
@@ -126,7 +132,7 @@ async def _run(work: Work, ending: _Ending) -> tuple[int, str]:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         if ending.asked:
-            return INTERRUPTED, "stopped by a signal"
+            return ending.code, "stopped by a signal"
         if isinstance(error, TandemError):
             return FAILED, f"{error.message}\nhint: {error.hint}" if error.hint else error.message
         traceback.print_exception(error)  # a fault of ours, or of the machine: it has to be found

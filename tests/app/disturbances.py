@@ -47,7 +47,7 @@ MOMENTS: list[tuple[str, Moment, int]] = [
     ("end of rollout, training", after("GroupFinished", 2), 60),
     ("checkpoint 1 is being written", appears("checkpoints/.unfinished-step-000001"), 15),
     ("rollout of a later step", after("TurnFinished", 24), 200),
-    ("last evaluation or export", after("EpisodeFinished", 2, purpose="after reinforcement"), 100),
+    ("last evaluation or export", after("EpisodeFinished", 1, purpose="after reinforcement"), 60),
 ]
 
 
@@ -76,7 +76,7 @@ END_S = 10.0  # the promise is 5 s; this machine may be busy
 # What happens, the signals that come then, and the phase whose step must not have ended.
 INTERRUPTIONS = [
     ("in a warm-up step", event("EvaluationFinished", name="before"), 1, [signal.SIGINT], "warmup"),
-    ("in rollout", event("TurnFinished"), 10, [signal.SIGINT], "train"),  # 4 are of the evaluation before
+    ("in rollout", event("EpisodeFinished", purpose="train"), 1, [signal.SIGINT], "train"),
     ("in a training step", event("GroupFinished", purpose="train"), 2, [signal.SIGINT], "train"),
     ("in rollout, by SIGTERM", event("EpisodeStarted"), 1, [signal.SIGTERM], "train"),
     ("twice", event("GroupFinished", purpose="train"), 2, [signal.SIGINT, signal.SIGINT], "train"),

