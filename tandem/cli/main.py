@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import cast
 
 import typer
@@ -75,7 +76,13 @@ def tell(error: TandemError) -> None:
 
 def main() -> None:
     """Entry point of the ``tandem`` program."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == INTERRUPTED:  # who stops a command does not wait a second for the interpreter to tidy up
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
