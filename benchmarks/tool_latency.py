@@ -113,8 +113,8 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=16)
     parser.add_argument("--tool-calls", type=int, default=3)
     parser.add_argument("--tool-s", type=float, default=0.2)
-    parser.add_argument("--turn-tokens", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turn-tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     size = Size(options.episodes, options.tool_calls, options.tool_s, options.turn_tokens, options.rounds)
     peer = Peer.find(options.peer, "trl")
@@ -130,6 +130,7 @@ def main() -> None:
     ):
         slow, instant = (statistics.median(each) for each in measure())
         mine = mine or slow
+        print(f"{name}: {slow:.2f} s with the tool, {instant:.2f} s with an instant one", flush=True)
         ideal = instant + size.tool_calls * size.tool_s
         rows.append([name, *(f"{each:.2f}" for each in (slow, instant, ideal, slow / ideal, slow / mine))])
     print(table(rows))
