@@ -6,6 +6,7 @@ Owns: construction and the order of closing. Nothing outside this file knows whi
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 
 from tandem.app.preflight import ModelFiles, Ready, pick_device
 from tandem.config.tree import Recipe
+from tandem.core.events import EvaluationFinished
 from tandem.core.protocols import EventSink
 from tandem.core.types import WeightVersion
 from tandem.engine.compute import ComputeQueue
@@ -24,6 +26,7 @@ from tandem.engine.weights import PublishedWeights
 from tandem.models.loader import load_model
 from tandem.rollout.driver import RolloutDriver
 from tandem.sandbox.manager import SandboxManager, spec_of
+from tandem.trainer.evaluate import summarise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,9 +43,24 @@ class Parts:
     rollout: RolloutDriver
 
     async def load(self, version: WeightVersion) -> None:
-        """Hand new weights on: to inference first, so that no group starts under weights that are not served."""
+        """Hand new weights on: to inference first, so that no group starts under weights that are not live."""
         await self.engine.load(version)
         self.rollout.advance(version)
+
+    async def evaluate(self, name: str, step: int) -> EvaluationFinished | None:
+        """The live weights on the held-out tasks; None where there are none. ``name`` must be new in the run."""
+        started = time.perf_counter()
+        section = self.recipe.environment
+        tasks = self.ready.environment.held_out(section.num_eval_tasks)
+        if not tasks:
+            return None
+        version = WeightVersion(number=self.weights.version, step=step)
+        await self.engine.load(version)
+        episodes = await self.rollout.evaluate(
+            tasks, name=name, version=version, temperature=section.eval_temperature
+        )
+        duration_s = time.perf_counter() - started
+        return summarise(episodes, tasks, name=name, step=step, duration_s=duration_s)
 
 
 def prepare_process(recipe: Recipe) -> None:
@@ -52,42 +70,53 @@ def prepare_process(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.engine.threads or len(os.sched_getaffinity(0)))
 
 
-def load_weights(recipe: Recipe, files: ModelFiles) -> PublishedWeights:
-    """Load the model that the checks found."""
-    model = load_model(
-        files.path,
-        dtype=DTYPES[recipe.model.dtype],
-        device=pick_device(recipe.model.device),
-        numerics=recipe.engine.numerics,
-    )
-    return PublishedWeights(model)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """Weights and the inference engine on them."""
+
+    weights: PublishedWeights
+    compute: ComputeQueue
+    engine: InferEngine
 
 
-def make_engine(recipe: Recipe, files: ModelFiles, weights: PublishedWeights, compute: ComputeQueue) -> InferEngine:
-    """The inference engine on the live weights."""
-    return InferEngine(
-        weights.model,
-        weights,
-        recipe.engine,
-        compute,
-        max_context_tokens=files.max_context_tokens,
-        eos_ids=files.spec.eos_ids,
-    )
+@asynccontextmanager
+async def engine_of(recipe: Recipe, files: ModelFiles) -> AsyncIterator[LiveModel]:
+    """Load the model that the checks found, and serve its live weights; taken down in the opposite order."""
+    prepare_process(recipe)
+    compute = ComputeQueue()
+    try:
+        model = load_model(
+            files.path,
+            dtype=DTYPES[recipe.model.dtype],
+            device=pick_device(recipe.model.device),
+            numerics=recipe.engine.numerics,
+        )
+        weights = PublishedWeights(model)
+        engine = InferEngine(
+            model,
+            weights,
+            recipe.engine,
+            compute,
+            max_context_tokens=files.max_context_tokens,
+            eos_ids=files.spec.eos_ids,
+        )
+        try:
+            yield LiveModel(weights=weights, compute=compute, engine=engine)
+        finally:
+            await engine.close()
+    finally:
+        compute.close()
 
 
 @asynccontextmanager
 async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterator[Parts]:
     """Build everything that episodes need, and take it down again in the opposite order whatever happens."""
-    prepare_process(recipe)
-    boxes = SandboxManager(recipe.sandbox, sink)
-    compute = ComputeQueue()
-    try:
-        weights = load_weights(recipe, ready.model)
-        engine = make_engine(recipe, ready.model, weights, compute)
+    async with engine_of(recipe, ready.model) as live:
+        boxes = SandboxManager(recipe.sandbox, sink)
         try:
             rollout = RolloutDriver(
                 environment=ready.environment,
-                engine=engine,
+                engine=live.engine,
                 renderer=ready.model.renderer,
                 sandboxes=boxes,
                 sandbox_spec=spec_of(recipe.sandbox),
@@ -99,13 +128,15 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
             )
             async with rollout:
                 yield Parts(
-                    recipe=recipe, ready=ready, weights=weights, compute=compute, engine=engine, rollout=rollout
+                    recipe=recipe,
+                    ready=ready,
+                    weights=live.weights,
+                    compute=live.compute,
+                    engine=live.engine,
+                    rollout=rollout,
                 )
         finally:
-            await engine.close()
-    finally:
-        await boxes.close()
-        compute.close()
+            await boxes.close()
 
 
 def label_of(recipe: Recipe) -> str:

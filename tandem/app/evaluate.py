@@ -9,7 +9,6 @@ import datetime
 import itertools
 import shlex
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,11 +19,9 @@ from tandem.app.supervise import FAILED, FINISHED, REASONS, program, supervise
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError, RecordError
 from tandem.core.events import RunFinished, RunStarted
-from tandem.core.types import WeightVersion
 from tandem.record.log import EventLog
 from tandem.record.sinks.console import ConsoleSink
 from tandem.record.summary import summarise_run
-from tandem.trainer.evaluate import summarise
 
 FOLDER = "evaluations"  # in the folder of runs; they are no runs
 
@@ -76,13 +73,6 @@ def _new_folder(recipe: Recipe) -> Path:
 
 async def _evaluate(recipe: Recipe, ready: Ready, log: EventLog) -> None:
     async with parts_of(recipe, ready, log) as parts:
-        started = time.perf_counter()
-        tasks = ready.environment.held_out(recipe.environment.num_eval_tasks)
-        episodes = await parts.rollout.evaluate(
-            tasks,
-            name="held-out",
-            version=WeightVersion(number=parts.weights.version, step=0),
-            temperature=recipe.environment.eval_temperature,
-        )
-        duration_s = time.perf_counter() - started
-        log.emit(summarise(episodes, tasks, name="held-out", step=0, duration_s=duration_s))
+        outcome = await parts.evaluate("held-out", 0)
+        assert outcome is not None, "there are tasks: that was checked"
+        log.emit(outcome)

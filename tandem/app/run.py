@@ -146,9 +146,10 @@ def _resume(log: EventLog) -> frozenset[str]:
     """Say in the log where the run goes on; returns the names of the evaluations that stay."""
     steps = complete_steps(log.folder / "checkpoints")
     step = steps[-1] if steps else 0
-    keep, path = _checkpoint(read(log.folder), step) if steps else (0, "")
+    events = read(log.folder)
+    keep, path = _checkpoint(events, step) if steps else (0, "")
     log.emit(RunResumed(step=step, keep_sequence=keep, checkpoint=path))
-    kept = [each.event for each in read(log.folder)]
+    kept = [each.event for each in events if each.sequence <= keep]
     return frozenset(event.name for event in kept if isinstance(event, EvaluationFinished))
 
 

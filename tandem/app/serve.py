@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tandem.app.build import load_weights, make_engine, prepare_process
+from tandem.app.build import engine_of
 from tandem.app.preflight import ModelFiles, prepare_model
 from tandem.app.supervise import FAILED, FINISHED, supervise
 from tandem.config.tree import Recipe
-from tandem.engine.compute import ComputeQueue
 from tandem.serve.openai import Served, make_app
 from tandem.serve.server import serve_forever
 
@@ -36,24 +35,13 @@ def serve(recipe: Recipe, *, model_path: Path | None = None, host: str, port: in
 
 
 async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int) -> None:
-    prepare_process(recipe)
-    compute = ComputeQueue()
     print(f"loading {files.path} ...", file=sys.stderr, flush=True)
-    try:
-        engine = make_engine(recipe, files, load_weights(recipe, files), compute)
-        try:
-            name = _name(files.path)
-            served = Served(
-                engine=engine,
-                renderer=files.renderer,
-                names=(name,),
-                max_context_tokens=files.max_context_tokens,
-            )
-            await serve_forever(make_app(served), host=host, port=port, on_ready=lambda url: _tell(url, name))
-        finally:
-            await engine.close()
-    finally:
-        compute.close()
+    async with engine_of(recipe, files) as live:
+        name = _name(files.path)
+        served = Served(
+            engine=live.engine, renderer=files.renderer, names=(name,), max_context_tokens=files.max_context_tokens
+        )
+        await serve_forever(make_app(served), host=host, port=port, on_ready=lambda url: _tell(url, name))
 
 
 def _name(path: Path) -> str:

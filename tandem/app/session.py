@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -29,7 +28,6 @@ from tandem.engine.train.step import LocalTrainEngine
 from tandem.models.saver import save_model
 from tandem.rollout.assemble import demonstrate
 from tandem.trainer.batcher import Batcher
-from tandem.trainer.evaluate import summarise
 from tandem.trainer.loop import Connections, TrainingLoop
 from tandem.trainer.warmup import warm_up
 
@@ -40,7 +38,6 @@ class TrainingSession:
     """A run's parts, its folder, and what the log says was already done (``evaluated``: names)."""
 
     def __init__(self, parts: Parts, folder: Path, sink: EventSink, *, evaluated: frozenset[str]) -> None:
-        self.loop: TrainingLoop | None = None
         self._parts = parts
         self._folder = folder
         self._sink = sink
@@ -57,7 +54,6 @@ class TrainingSession:
                 await self._warm_up()
                 await self._evaluate(WARMED, 0)
         loop, store = self._make_loop()
-        self.loop = loop
         if fresh:
             await loop.save(0)
         else:
@@ -191,17 +187,5 @@ class TrainingSession:
             self._reported = self._parts.engine.stats()  # what an evaluation sampled is no step's
 
     async def _evaluate(self, name: str, step: int) -> None:
-        section = self._parts.recipe.environment
-        if name in self._evaluated or not section.num_eval_tasks:
-            return
-        started = time.perf_counter()
-        tasks = self._parts.ready.environment.held_out(section.num_eval_tasks)
-        if not tasks:
-            return  # the environment has no evaluation tasks
-        version = WeightVersion(number=self._parts.weights.version, step=step)
-        await self._parts.engine.load(version)
-        episodes = await self._parts.rollout.evaluate(
-            tasks, name=name, version=version, temperature=section.eval_temperature
-        )
-        duration_s = time.perf_counter() - started
-        self._sink.emit(summarise(episodes, tasks, name=name, step=step, duration_s=duration_s))
+        if name not in self._evaluated and (outcome := await self._parts.evaluate(name, step)) is not None:
+            self._sink.emit(outcome)
