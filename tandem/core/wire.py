@@ -57,6 +57,11 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise RecordError(f"broken {kind.__name__} record: {error}") from error
 
 
+def storable(text: str) -> str:
+    """The text with every half of a surrogate pair as ``?``: no record and no file can hold those."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def digest(data: bytes) -> str:
     """The content address of bytes: hex BLAKE2b-256."""
     return hashlib.blake2b(data, digest_size=32).hexdigest()

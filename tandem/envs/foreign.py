@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from tandem.core.wire import storable
+
 _OURS = str(Path(__file__).resolve().parents[1])
 
 
@@ -22,6 +24,6 @@ def place_of(error: BaseException) -> str:
 
 def describe(error: BaseException) -> str:
     """Type, message and short place of a foreign exception, in one line."""
-    text = str(error).encode("utf-8", "replace").decode().strip().splitlines()  # the log takes no half surrogate pair
+    text = storable(str(error)).strip().splitlines()
     place = place_of(error).rsplit("/", 1)[-1]
     return f"{type(error).__name__}: {text[0] if text else 'no message'} ({place})"

@@ -51,9 +51,11 @@ def generated(function: Callable[[int, int], Task], *, size: int | None = None, 
 
     def get(seed: int, index: int) -> Task:
         drawn = derive_seed("held-out") if held_out else derive_seed("train", seed)
-        made = function(drawn, index if size is None else index % size)
+        if size is not None:
+            return function(drawn, index % size)
+        made = function(drawn, index)
         for attempt in range(1, REDRAWS):
-            if size is not None or _is_held_out(made) == held_out:
+            if _is_held_out(made) == held_out:
                 return made
             made = function(derive_seed(drawn, attempt), index)
         if held_out:

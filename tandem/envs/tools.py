@@ -19,6 +19,7 @@ import msgspec
 from tandem.core.errors import EpisodeError, PluginError, SandboxError, TandemError, boundary
 from tandem.core.protocols import Sandbox
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+from tandem.core.wire import storable
 from tandem.envs.foreign import describe
 
 MAX_CHARS = 2000
@@ -61,7 +62,7 @@ class Tool:
         return ToolResult(
             call_id=call.id,
             name=call.name,
-            content=cap(content, self.max_chars).encode("utf-8", "replace").decode(),  # no half surrogate pairs
+            content=storable(cap(content, self.max_chars)),
             failure=failure,
             duration_s=time.perf_counter() - start,
         )

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.core.errors import RecordError
 from tandem.core.types import Task, Trajectory, floats, ids, mask
-from tandem.core.wire import decode, derive_seed, digest, encode
+from tandem.core.wire import decode, derive_seed, digest, encode, storable
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), st.floats(width=32, allow_nan=False))))
@@ -41,3 +41,8 @@ def test_digests_and_seeds_are_fixed_for_ever():
     assert derive_seed("run", 0) == derive_seed("run", 0) != derive_seed("run", 1)
     assert derive_seed("ab", "c") != derive_seed("a", "bc")
     assert 0 <= derive_seed("x") < 2**63
+
+
+def test_storable_text_can_be_recorded_and_is_otherwise_as_it_was():
+    task = Task(id=storable("a\ud800b ü 😀"), messages=())
+    assert decode(encode(task), Task).id == "a?b ü 😀"

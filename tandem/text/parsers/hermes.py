@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+from tandem.core.wire import storable
 from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -33,7 +34,7 @@ def _read(body: str, index: int) -> ToolCall | ToolResult:
         value = json.loads(body)
         msgspec.msgpack.encode(value)  # half a surrogate pair or a huge number reads, but no record can hold it
     except (ValueError, RecursionError, OverflowError) as error:
-        return unreadable(index, "", f"the call is not valid JSON: {error}".encode("utf-8", "replace").decode())
+        return unreadable(index, "", storable(f"the call is not valid JSON: {error}"))
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return unreadable(index, "", 'a call is an object with "name" and "arguments"')
     arguments = value.get("arguments", {})
