@@ -17,8 +17,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.events import AnyEvent
 from tandem.core.types import SandboxSpec
+from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.manager import SandboxManager
 
 BUBBLEWRAP = [
@@ -26,14 +26,6 @@ BUBBLEWRAP = [
     "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev",
     "--tmpfs", "/tmp",
 ]
-
-
-class NoSink:
-    def emit(self, event: AnyEvent, *, cause: int = -1) -> int:
-        return 0
-
-    def put_blob(self, data: bytes) -> str:
-        raise NotImplementedError("boxes store no blobs")
 
 
 class Table:
@@ -61,7 +53,7 @@ async def life(manager: SandboxManager) -> None:
 async def measure(rounds: int) -> None:
     table = Table()
     for warm in (0, 2):
-        manager = SandboxManager(SandboxSection(warm=warm), NoSink())
+        manager = SandboxManager(SandboxSection(warm=warm), NowhereSink())
         await life(manager)
         for _ in range(rounds):
             await asyncio.sleep(0.1)
@@ -73,7 +65,7 @@ async def measure(rounds: int) -> None:
             )
             await box.kill()
         await manager.close()
-    manager = SandboxManager(SandboxSection(warm=0), NoSink())
+    manager = SandboxManager(SandboxSection(warm=0), NowhereSink())
     for _ in range(rounds):
         box = await manager.create(SandboxSpec())
         for _ in range(5):

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_settings import PLAIN
 
 
 def vowels(completions, **_):
@@ -62,26 +63,19 @@ def main():
         config = GRPOConfig(
             output_dir=folder,
             model_init_kwargs={"dtype": asked["dtype"]},
-            use_cpu=True,
-            bf16=False,  # the weights have the type already: nothing is left to autocast
             per_device_train_batch_size=asked["micro_batch"],
             gradient_accumulation_steps=sequences // asked["micro_batch"],
             num_generations=asked["group_size"],
             max_completion_length=asked["new_tokens"],
             generation_kwargs={"min_new_tokens": asked["new_tokens"]},
             temperature=1.0,
-            beta=0.0,
             learning_rate=1e-6,
             lr_scheduler_type="constant",
             max_steps=asked["steps"],
             use_transformers_continuous_batching=asked.get("continuous", False),
-            gradient_checkpointing=False,
             shuffle_dataset=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
             seed=asked["seed"] % 2**31,
+            **PLAIN,
         )
         steps = Steps()
         trainer = Timed(

@@ -18,6 +18,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl_settings import PLAIN
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "cellar"}}\n</tool_call><|im_end|>'
 END = "It is broken.<|im_end|>"
@@ -87,20 +88,13 @@ def main():
         config = GRPOConfig(
             output_dir=folder,
             model_init_kwargs={"dtype": "bfloat16"},
-            use_cpu=True,
-            bf16=False,
             per_device_train_batch_size=asked["episodes"],
             num_generations=asked["episodes"],
             max_completion_length=asked["turn_tokens"],
             generation_kwargs={"min_new_tokens": asked["turn_tokens"]},
             max_tool_calling_iterations=asked["tool_calls"],
-            beta=0.0,
             max_steps=count,
-            gradient_checkpointing=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **PLAIN,
         )
         trainer = Looped(
             model=asked["model"],

@@ -26,6 +26,11 @@ GENEROUS_S = 120.0  # no child takes so long; a hang must not hang the tests
 Fact = Mapping[str, object]
 
 
+def flags_of(values: Mapping[str, object]) -> list[str]:
+    """Options as words of a command."""
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
 def small(folder: Path, name: str, *, steps: int = 3) -> list[str]:
     """The tiny recipe as a run of a few seconds, made in ``folder/name``. One thread: two runs share two cores."""
     flags = {
@@ -33,7 +38,7 @@ def small(folder: Path, name: str, *, steps: int = 3) -> list[str]:
         "rollout.max-turns": 2, "trainer.steps": steps, "trainer.checkpoint-every": 1, "environment.num-eval-tasks": 4,
         "engine.threads": 1, "rollout.reward-processes": 1, "record.folder": folder, "record.name": name,
     }  # fmt: skip
-    return [TINY, *(word for key, value in flags.items() for word in (f"--{key}", str(value)))]
+    return [TINY, *flags_of(flags)]
 
 
 def deterministic(folder: Path, name: str) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from app_pieces import ENVIRONMENTS, Child, Events, deterministic, event, small, tandem
+from app_pieces import ENVIRONMENTS, Child, Events, deterministic, event, flags_of, small, tandem
 
 from tandem.app.supervise import INTERRUPTED
 from tandem.core.events import RunFinished, StepFinished
@@ -89,8 +89,7 @@ def words_of(place: Path) -> list[str]:
         "environment.name": f"{ENVIRONMENTS}:dense", "warmup.steps": 2, "warmup.batch-size": 256,
         "rollout.group-size": 8, "rollout.max-turn-tokens": 64, "trainer.steps": 1,
     }  # fmt: skip
-    more = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    return ["train", *small(place / "runs", "interrupted"), *more]
+    return ["train", *small(place / "runs", "interrupted"), *flags_of(flags)]
 
 
 def interrupted_again_and_again(place: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from app_pieces import ENVIRONMENTS, TINY, Child, said, small, tandem
+from app_pieces import ENVIRONMENTS, TINY, Child, flags_of, said, small, tandem
 from environments_for_tests import BROKEN_TASK
 from reference_models import logits_of
 from transformers import AutoModelForCausalLM
@@ -139,8 +139,7 @@ def test_trouble_is_counted_under_its_name_and_stops_nothing(place: Path):
         "environment.name": f"{ENVIRONMENTS}:troubled", "environment.num-eval-tasks": 0, "warmup.steps": 0,
         "rollout.groups-per-step": 3, "rollout.group-size": 2, "trainer.steps": 2,
     }  # fmt: skip
-    more = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    child = tandem("train", *small(place / "runs", "troubled"), *more, place=place)
+    child = tandem("train", *small(place / "runs", "troubled"), *flags_of(flags), place=place)
     child.assert_nothing_left()
     metrics = fold(read(place / "runs" / "troubled"))
     assert [step.num_groups for step in metrics.phase_steps()] == [3, 3]
