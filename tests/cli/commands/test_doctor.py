@@ -2,8 +2,8 @@
 
 import pytest
 
-from tandem.sandbox.probe import Feature
 from tandem.cli.main import run
+from tandem.sandbox.probe import Feature
 
 
 @pytest.mark.parametrize(("ok", "code", "mark"), [(True, 0, "ok "), (None, 0, "-- "), (False, 1, "NO ")])
