@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.types import SandboxSpec
+from tandem.core.boxes import SandboxSpec
 from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.manager import SandboxManager
 

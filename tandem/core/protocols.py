@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
 from tandem.core.events import AnyEvent
 from tandem.core.types import (
     BatchPlan,
     Completion,
     EngineStats,
-    ExecResult,
     Floats,
     GenerateRequest,
-    SandboxSpec,
-    SandboxState,
     StepResult,
     Trajectory,
     WeightVersion,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from tandem.core.boxes import ExecResult, SandboxState
 from tandem.core.errors import RewardError
 from tandem.core.protocols import Sandbox
-from tandem.core.types import ExecResult, SandboxState
 
 
 class RunCommand(msgspec.Struct, frozen=True, kw_only=True, tag="run"):

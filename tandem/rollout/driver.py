@@ -13,9 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tandem.config.sections.rollout import RolloutSection
+from tandem.core.boxes import SandboxSpec
 from tandem.core.events import WaitStalled
 from tandem.core.protocols import EventSink, SandboxService, TokenEngine
-from tandem.core.types import Episode, Group, Limits, SandboxSpec, Task, Trajectory, WeightVersion
+from tandem.core.types import Episode, Group, Limits, Task, Trajectory, WeightVersion
 from tandem.envs.environment import Environment
 from tandem.envs.reward_pool import RewardPool
 from tandem.rollout.assemble import assemble

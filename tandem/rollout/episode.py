@@ -13,20 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import EngineError, PromptTooLong, SandboxError, TandemError, WorkflowError
 from tandem.core.events import RewardFinished, WarningRaised
 from tandem.core.protocols import EventSink, Sandbox, SandboxService
-from tandem.core.types import (
-    Episode,
-    Failure,
-    FailureKind,
-    Limits,
-    SandboxSpec,
-    Score,
-    StopReason,
-    Task,
-    Turn,
-)
+from tandem.core.types import Episode, Failure, FailureKind, Limits, Score, StopReason, Task, Turn
 from tandem.envs.environment import Environment
 from tandem.envs.foreign import describe
 from tandem.envs.reward import score, total

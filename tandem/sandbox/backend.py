@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from tandem.core.types import SandboxSpec
+from tandem.core.boxes import SandboxSpec
 
 HOME = "/home/agent"
 

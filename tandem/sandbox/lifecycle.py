@@ -6,8 +6,8 @@ Refuses: any move not in the table. Invariant: ``DEAD`` is final; ``KILLING`` le
 
 from __future__ import annotations
 
+from tandem.core.boxes import SandboxState as State
 from tandem.core.errors import SandboxError, SandboxGone
-from tandem.core.types import SandboxState as State
 
 MOVES: dict[State, frozenset[State]] = {
     State.CREATING: frozenset({State.RUNNING, State.KILLING, State.DEAD}),

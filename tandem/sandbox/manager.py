@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import cast
 
 from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import PluginError, SandboxError, SandboxUnavailable, TandemError, boundary
 from tandem.core.events import SandboxCreated, SandboxFailed, SandboxKilled
 from tandem.core.protocols import EventSink
 from tandem.core.registry import Registry
-from tandem.core.types import SandboxLimits, SandboxSpec
 from tandem.sandbox.backend import Box, SandboxBackend
 from tandem.sandbox.pool import Pool
 from tandem.sandbox.session import Session

@@ -12,8 +12,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import TandemError
-from tandem.core.types import SandboxSpec
 from tandem.sandbox.backend import Box
 
 

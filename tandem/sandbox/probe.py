@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import TandemError
-from tandem.core.types import SandboxSpec
 from tandem.sandbox.backend import Call
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import CONTROLLERS, Cgroups

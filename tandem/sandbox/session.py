@@ -12,8 +12,8 @@ import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
-from tandem.core.types import ExecResult, SandboxSpec, SandboxState
 from tandem.sandbox.backend import HOME, Box, Call, CallKind, Outcome
 from tandem.sandbox.lifecycle import Lifecycle
 

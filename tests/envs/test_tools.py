@@ -8,8 +8,9 @@ from typing import Literal
 import pytest
 
 from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import PluginError, SandboxGone
-from tandem.core.types import SandboxLimits, SandboxSpec, ToolCall, ToolFailure
+from tandem.core.types import ToolCall, ToolFailure
 from tandem.envs.tools import ToolError, cap, resolve_tools, tool
 from tandem.sandbox.manager import SandboxManager
 

@@ -11,16 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.config.sections.rollout import RolloutSection
-from tandem.core.types import (
-    Completion,
-    EngineStats,
-    FinishReason,
-    GenerateRequest,
-    SandboxSpec,
-    WeightVersion,
-    floats,
-    ids,
-)
+from tandem.core.boxes import SandboxSpec
+from tandem.core.types import Completion, EngineStats, FinishReason, GenerateRequest, WeightVersion, floats, ids
 from tandem.core.wire import digest
 from tandem.rollout.driver import RolloutDriver
 from tandem.text.render import Renderer

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.core.boxes import SandboxState as State
 from tandem.core.errors import SandboxError, SandboxGone
-from tandem.core.types import SandboxState as State
 from tandem.sandbox.lifecycle import MOVES, Lifecycle
 
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import PluginError, SandboxUnavailable
 from tandem.core.events import AnyEvent, SandboxCreated, SandboxFailed, SandboxKilled
-from tandem.core.types import SandboxSpec
 from tandem.sandbox.manager import SandboxManager, spec_of
 
 

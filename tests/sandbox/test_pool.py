@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import SandboxUnavailable
-from tandem.core.types import SandboxSpec
 from tandem.sandbox.backend import Call, Outcome
 from tandem.sandbox.pool import Pool
 

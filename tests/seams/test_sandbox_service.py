@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxLimits, SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
 from tandem.core.events import AnyEvent, SandboxCreated, SandboxFailed, SandboxKilled
-from tandem.core.types import SandboxLimits, SandboxSpec, SandboxState
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.manager import SandboxManager

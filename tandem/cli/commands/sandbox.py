@@ -11,8 +11,8 @@ import typer
 from tandem.cli import words
 from tandem.config.load import load
 from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import ExecResult
 from tandem.core.errors import ConfigError
-from tandem.core.types import ExecResult
 from tandem.record.sinks.nowhere import NowhereSink
 
 app = typer.Typer(help="Boxes by hand.", no_args_is_help=True, rich_markup_mode=None)

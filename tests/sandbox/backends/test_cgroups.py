@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.core.types import SandboxLimits
+from tandem.core.boxes import SandboxLimits
 from tandem.sandbox.backends import cgroups
 from tandem.sandbox.backends.cgroups import SPARE_BYTES, Cgroups, Group, memory_ceiling, sweep
 
@@ -63,7 +63,7 @@ def test_a_unified_group_is_made_where_controllers_can_be_handed_down(tmp_path: 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making groups takes root or delegation")
 def test_sweep_removes_what_the_dead_left_and_nothing_else() -> None:
     script = (
-        "from tandem.core.types import SandboxLimits\n"
+        "from tandem.core.boxes import SandboxLimits\n"
         "from tandem.sandbox.backends.cgroups import Cgroups\n"
         "import os\n"
         "groups = Cgroups.open()\n"

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable
-from tandem.core.types import SandboxLimits, SandboxSpec
 from tandem.sandbox.backend import Call
 from tandem.sandbox.backends.namespace import NamespaceBackend
 
 SPEC = SandboxSpec(limits=SandboxLimits(memory_bytes=128 * 2**20, disk_bytes=16 * 2**20))
 SUPERVISOR = """
 import asyncio, sys
-from tandem.core.types import SandboxSpec
+from tandem.core.boxes import SandboxSpec
 from tandem.sandbox.backend import Call
 from tandem.sandbox.backends.namespace import NamespaceBackend
 
