@@ -53,12 +53,23 @@ def ratios(kind: Ratio, logprobs_N: Tensor, sampled_N: Tensor, sequence_N: Tenso
     return log_ratio_N.exp()
 
 
-def clipped(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """The pessimistic one of the plain and the clipped objective, as a loss; and where the clip took hold."""
+def clipped(
+    ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The pessimistic one of the plain and the clipped objective, as a loss; and where the clip took hold.
+
+    The pessimistic one has no bound where the advantage is negative and the ratio large: one such token of old
+    data can outweigh all others of its step. ``dual`` (over 1) holds those at ``dual`` times the advantage
+    (dual-clip PPO, Ye et al. 2020, arXiv:1912.09729, equation 3).
+    """
     plain_N = -ratio_N * advantages_N
     held_N = -ratio_N.clamp(1.0 - low, 1.0 + high) * advantages_N
-    clipped_N = (held_N > plain_N).detach()
-    return torch.where(clipped_N, held_N, plain_N), clipped_N
+    clipped_N = held_N > plain_N
+    if dual is not None:
+        beyond_N = (advantages_N < 0) & (ratio_N > dual)
+        held_N = torch.where(beyond_N, -dual * advantages_N, held_N)
+        clipped_N = clipped_N | beyond_N
+    return torch.where(clipped_N, held_N, plain_N), clipped_N.detach()
 
 
 def kl_k1(policy_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -87,7 +98,9 @@ def token_losses(spec: AlgorithmSpec, tokens: LossTokens) -> TokenLosses:
     elif spec.clip_low is None or spec.clip_high is None:
         policy_N = -ratio_N * tokens.advantages_N
     else:
-        policy_N, clipped_N = clipped(ratio_N, tokens.advantages_N, spec.clip_low, spec.clip_high)
+        policy_N, clipped_N = clipped(
+            ratio_N, tokens.advantages_N, spec.clip_low, spec.clip_high, spec.clip_dual
+        )
     if spec.kl_weight > 0:
         if tokens.reference_N is None:
             raise ValueError(f"{spec.name} has a KL penalty, but the samples carry no reference log-probabilities")

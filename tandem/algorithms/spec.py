@@ -46,6 +46,7 @@ class AlgorithmSpec:
     ratio: Ratio = Ratio.TOKEN
     clip_low: float | None = None  # None: the ratio is not clipped
     clip_high: float | None = None
+    clip_dual: float | None = None  # None: nothing bounds the ratio where the advantage is negative
     kl_weight: float = 0.0
     drop_flat: bool = False  # a group whose advantages are all 0 does not count in the normaliser
     length_cap: int = 0  # of CONSTANT_LENGTH
@@ -81,8 +82,8 @@ def resolve(section: AlgorithmSection) -> AlgorithmSpec:
     if not isinstance(found, AlgorithmSpec):
         raise ConfigError(f"algorithm.name = {section.name!r} is of type {type(found).__name__}, not AlgorithmSpec")
     changes: dict[str, object] = {}
-    for side in ("clip_low", "clip_high"):
-        value = section.clip_low if side == "clip_low" else section.clip_high
+    sides = {"clip_low": section.clip_low, "clip_high": section.clip_high, "clip_dual": section.clip_dual}
+    for side, value in sides.items():
         if value is None:
             continue
         if found.clip_low is None:

@@ -20,6 +20,22 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkPolicy:
+    """Where a box may connect to. The default is no network at all. With ``internet`` everything that no rule
+    denies is reachable; without it only what ``allow`` names. A rule is an address, a CIDR block or a domain
+    (``*.example.org`` for all below it); ``allow`` wins over ``deny``. Loopback, link-local and metadata addresses
+    of the host, other boxes and the control plane are never reachable."""
+
+    internet: bool = False
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+    @property
+    def none(self) -> bool:
+        return not self.internet and not self.allow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """A request for a box: template ``host`` is this machine's ``/usr`` read-only, all else private."""
 
@@ -27,6 +43,7 @@ class SandboxSpec:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     environment: dict[str, str] = field(default_factory=dict)
     hostname: str = "box"
+    network: NetworkPolicy = NetworkPolicy()
 
 
 class SandboxState(enum.StrEnum):

@@ -1,20 +1,45 @@
 """The contract of a sandbox backend: what a way to isolate must give so that manager and session work on it.
 
 Owns: the records that cross it. A backend isolates, runs calls with hard caps and deadlines, and leaves nothing
-behind; identity, lifecycle, events and the public faces are the manager's and the session's.
+behind; identity, lifecycle, events, snapshots by name and the public faces are the manager's and the session's.
+A backend says what it can (``abilities``) and how it isolates; a verb it has not raises ``SandboxUnavailable``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Protocol
 
-from tandem.core.boxes import SandboxSpec
+from tandem.core.boxes import NetworkPolicy, SandboxSpec
+from tandem.core.errors import SandboxUnavailable
 
 HOME = "/home/agent"
+
+
+class Isolation(IntEnum):
+    """What stands between a box and the host; a larger one is stronger."""
+
+    SHARED_KERNEL = 1  # namespaces: holds careless code
+    USER_KERNEL = 2  # a kernel in user space between box and host (gVisor)
+    MACHINE = 3  # a virtual machine
+
+
+class Ability(StrEnum):
+    PAUSE = "pause"
+    COLD_PAUSE = "cold_pause"  # a paused box gives its memory back
+    SNAPSHOT = "snapshot"  # files
+    LIVE_SNAPSHOT = "live_snapshot"  # files and running processes, durable
+    LIVE_FORK = "live_fork"  # siblings with the running processes of their parent
+    PROCESSES = "processes"  # long-lived commands with stdin and signals
+    TERMINAL = "terminal"  # pseudo-terminals
+    NETWORK = "network"  # a policy other than "none"
+    PORTS = "ports"  # the host connects to ports in the box
+    IMAGES = "images"  # roots made of layers, not only the host template
+    USAGE = "usage"
 
 
 class CallKind(StrEnum):
@@ -54,8 +79,139 @@ class Outcome:
     duration_s: float
 
 
+# ---- long-lived commands ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """A pseudo-terminal's size."""
+
+    columns: int = 80
+    rows: int = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A command that outlives the call that starts it. ``timeout_s`` is the life of its whole process group; None:
+    until it ends or the box does. ``user`` is ``agent`` or ``root`` (root of the box, never of the host)."""
+
+    arguments: Sequence[str]
+    folder: str = HOME
+    environment: Mapping[str, str] = field(default_factory=dict)
+    user: str = "agent"
+    timeout_s: float | None = None
+    terminal: Terminal | None = None  # output then comes as one stream, on stdout
+    stdin: bool = False  # False: stdin is empty
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a process's output, in the order the box sent it."""
+
+    stream: str  # "stdout", "stderr" or "pty"
+    data: bytes
+
+
+class Process(Protocol):
+    """One running command. Output is kept (to a cap, the oldest goes first) for whoever connects late; nobody
+    listening never blocks or kills it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number inside the box."""
+        ...
+
+    def output(self, *, from_start: bool = False) -> AsyncIterator[Piece]:
+        """Pieces until the process ends; ``from_start`` first gives what is kept. Raises SandboxGone when the box
+        dies first: a stream is then aborted, not ended."""
+        ...
+
+    async def wait(self) -> Outcome:
+        """Its end (stdout and stderr empty: they went to ``output``). Raises SandboxGone."""
+        ...
+
+    async def send_stdin(self, data: bytes) -> None:
+        """Raises SandboxError (no stdin, or closed)."""
+        ...
+
+    async def close_stdin(self) -> None: ...
+
+    async def resize(self, terminal: Terminal) -> None: ...
+
+    async def signal(self, number: int) -> None:
+        """To the whole process group."""
+        ...
+
+
+# ---- roots, snapshots -------------------------------------------------------------------------------------------
+
+
+class LayerKind(StrEnum):
+    FOLDER = "folder"  # a directory
+    EROFS = "erofs"  # an EROFS image file
+    EROFS_TAR = "erofs_tar"  # an EROFS index over a raw tar (``device``)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One immutable layer of a root; whiteouts as overlayfs writes them. ``digest`` names its content where it is
+    known ('' in memory only)."""
+
+    kind: LayerKind = LayerKind.FOLDER
+    path: Path
+    device: Path | None = None
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """What a box's file system starts from: ``layers``, top first, over the host template's base (``host_base``) or
+    over nothing (an image that brings its own system), and what its image says about commands."""
+
+    layers: tuple[Layer, ...] = ()
+    host_base: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""  # '' : agent
+    folder: str = ""  # '' : HOME
+
+
+class Frozen(Protocol):
+    """The files of a box at one moment, held until ``release``: boxes can be made from ``root`` meanwhile. It lives
+    as long as this process; ``save`` makes it durable."""
+
+    @property
+    def root(self) -> Root: ...
+
+    @property
+    def live(self) -> bool:
+        """Whether running processes are in it."""
+        ...
+
+    async def save(self, folder: Path) -> Root:
+        """Write all that is not durable yet as files under ``folder`` (and fsync); the root that a later process
+        can start boxes from."""
+        ...
+
+    async def release(self) -> None:
+        """Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a box costs now. None: this machine does not tell."""
+
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    processes: int | None = None
+    disk_bytes: int | None = None
+    disk_total_bytes: int | None = None
+
+
 class Box(Protocol):
-    """One live box of a backend."""
+    """One live box of a backend. Only ``call``, ``kill`` and ``gone`` are asked of every backend; the rest raises
+    ``SandboxUnavailable`` where ``abilities`` says no."""
 
     @property
     def gone(self) -> asyncio.Future[str]:
@@ -66,8 +222,38 @@ class Box(Protocol):
         """Raises SandboxGone (the box died), SandboxTimeout (it does not answer; it is being killed)."""
         ...
 
+    async def start(self, start: Start) -> Process:
+        """Returns when the command runs. Raises OSError (not found, not executable), SandboxGone, SandboxTimeout."""
+        ...
+
+    async def pause(self, *, cold: bool = False) -> None:
+        """Stop all processes; ``cold`` gives their memory back too. Calls in flight wait; deadlines are measured in
+        the box's own running time."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def snapshot(self, *, live: bool = False) -> Frozen:
+        """The files (``live``: and processes) at one moment; the box goes on as it was, running or paused."""
+        ...
+
+    async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
+        """Siblings with the running processes of this box, one per spec, each with its own identity; a result for
+        each. Raises SandboxUnavailable when this box cannot be forked live, saying why."""
+        ...
+
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        """Replace the policy of a running box; connections that it forbids now are cut."""
+        ...
+
+    async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To a server in the box on its loopback. Raises ConnectionRefusedError, SandboxGone."""
+        ...
+
+    async def usage(self) -> Usage: ...
+
     async def kill(self) -> None:
-        """Idempotent; returns when nothing of the box is left."""
+        """Idempotent, from every state; returns when nothing of the box is left."""
         ...
 
 
@@ -75,10 +261,29 @@ class SandboxBackend(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def create(self, spec: SandboxSpec, *, timeout_s: float) -> Box:
-        """Raises SandboxUnavailable, SandboxError, SandboxTimeout."""
+    @property
+    def isolation(self) -> Isolation: ...
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """What boxes of this backend can on this machine."""
+        ...
+
+    async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> Box:
+        """A box; ``root`` None: the spec's template, which must be ``host``. Raises SandboxUnavailable,
+        SandboxError, SandboxTimeout."""
+        ...
+
+    async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> Box:
+        """A box with the processes of a saved live snapshot. Raises SandboxUnavailable, SandboxError."""
         ...
 
     async def close(self) -> None:
         """Kill all boxes; afterwards nothing of any of them is left."""
         ...
+
+
+def refuse(backend: str, ability: Ability, *, others: Sequence[str] = ()) -> SandboxUnavailable:
+    """The error for a verb that a backend has not; ``others`` are backends that have it."""
+    hint = f"backends that can: {', '.join(others)}" if others else "`tandem doctor` shows what this machine can do"
+    return SandboxUnavailable(f"the {backend} backend cannot {ability.replace('_', ' ')} here", hint=hint)

@@ -63,6 +63,19 @@ def test_w7_clip(ratio, advantage, loss, gradient) -> None:
     assert bool(held) is (gradient == 0.0)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [(2.9, -1.0, 2.9, 1.0), (15.0, -2.0, 6.0, 0.0), (15.0, 2.0, -2.4, 0.0), (0.7, -1.0, 0.8, 0.0)],
+)
+def test_dual_clip_bounds_only_the_negative_side(ratio, advantage, loss, gradient) -> None:
+    value = torch.tensor([ratio], requires_grad=True)
+    got, held = clipped(value, torch.tensor([advantage]), 0.2, 0.2, 3.0)
+    got.sum().backward()
+    assert float(got.detach()) == pytest.approx(loss, abs=1e-6)
+    assert value.grad is not None and float(value.grad) == pytest.approx(gradient, abs=1e-6)
+    assert bool(held) is (gradient == 0.0)
+
+
 def test_w7_clip_fraction_and_sequence_ratio() -> None:
     ratio = torch.tensor([1.349859, 1.349859, 0.7, 0.7])
     _, held = clipped(ratio, torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.2, 0.2)
@@ -105,6 +118,8 @@ def transcription(spec, tokens: LossTokens) -> float:
             loss = -stream["logprobs_N"][t] * a
         else:
             loss = max(-ratio * a, -min(max(ratio, 1 - spec.clip_low), 1 + spec.clip_high) * a)
+            if a < 0:
+                loss = min(loss, -spec.clip_dual * a)
         if spec.kl_weight:
             d = stream["reference_N"][t] - stream["logprobs_N"][t]
             loss += spec.kl_weight * (math.exp(d) - 1 - d)

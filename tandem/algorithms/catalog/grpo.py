@@ -11,6 +11,7 @@ GRPO = AlgorithmSpec(
     aggregate=Aggregate.SEQUENCE_MEAN,
     clip_low=0.2,
     clip_high=0.2,
+    clip_dual=3.0,
 )
 
 DR_GRPO = AlgorithmSpec(
@@ -20,6 +21,7 @@ DR_GRPO = AlgorithmSpec(
     aggregate=Aggregate.CONSTANT_LENGTH,
     clip_low=0.2,
     clip_high=0.2,
+    clip_dual=3.0,
     length_cap=256,
 )
 
@@ -30,6 +32,7 @@ DAPO = AlgorithmSpec(
     aggregate=Aggregate.TOKEN_MEAN,
     clip_low=0.2,
     clip_high=0.28,
+    clip_dual=3.0,
     drop_flat=True,
 )
 
@@ -41,6 +44,7 @@ GSPO = AlgorithmSpec(
     ratio=Ratio.SEQUENCE,
     clip_low=3e-4,
     clip_high=4e-4,
+    clip_dual=3.0,
 )
 
 RLOO = AlgorithmSpec(
