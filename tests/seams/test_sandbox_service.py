@@ -494,7 +494,10 @@ def test_close_leaves_nothing_even_with_work_in_flight(cache: Path) -> None:
 
 
 def mounts_and_groups() -> tuple[str, list[str]]:
-    groups = [str(path) for path in Path("/sys/fs/cgroup").rglob(f"tandem-*-{os.getpid()}-*")]
+    """Mounts, and this process's own groups. ``walk`` passes over groups of others that go meanwhile."""
+    walked = os.walk("/sys/fs/cgroup")
+    names = ((place, name) for place, names, _ in walked for name in names if name.startswith("tandem-"))
+    groups = sorted(os.path.join(place, name) for place, name in names if f"-{os.getpid()}-" in name)
     return Path("/proc/self/mounts").read_text(), groups
 
 
