@@ -19,11 +19,18 @@ from tandem.core.errors import EngineError
 from tandem.kernels import functions
 from tandem.kernels.impl.cpu import native
 
-# Fewest rows for which a CPU projection gives a row the same bits as in any larger batch (measured on AVX-512
-# machines of two makers; ``tests/numerics`` looks on the machine it runs on): a matrix-vector product takes another
-# road.
-SAFE_ROWS = {torch.bfloat16: 2, torch.float32: 16}
-PACK_ROWS = 64  # above this many rows packing a weight gains nothing
+# How many rows a CPU projection must have for a row to get the same bits in every batch. Measured on machines of two
+# makers, with and without tile instructions (AMX); ``tests/kernels`` looks on the machine it runs on.
+LEAST_ROWS = 2  # a matrix-vector product takes another road
+# The library's bfloat16 kernels with tile instructions sum in an order that depends on the number of rows, but on
+# nothing else: there every call gets this many rows. (Without the instructions they are exact, and 6 times slower.)
+TILE_ROWS = 64
+PACK_ROWS = 64  # above this many rows packing a bfloat16 weight gains nothing
+
+
+def has_tiles() -> bool:
+    """Whether bfloat16 products run on tile instructions here."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Ops:
             raise EngineError(f"unknown numerics {numerics!r}", hint="exact or fast")
         self.numerics = numerics
         self.device = torch.device(device)
-        # Packed copies for few-row inference, keyed by weight; remade when the weight has changed since.
+        self._tiles = self.device.type == "cpu" and has_tiles()
+        # Packed copies, keyed by weight; remade when the weight has changed since.
         self._packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -68,15 +76,16 @@ class Ops:
         rows = x_TK.shape[0]
         if self.numerics == "fast" or self.device.type != "cpu" or rows == 0:
             return F.linear(x_TK, weight_NK, bias_N)
-        if x_TK.dtype is torch.bfloat16 and rows <= PACK_ROWS and not torch.is_grad_enabled():
-            padded = F.pad(x_TK, (0, 0, 0, 1)) if rows == 1 else x_TK
-            packed = self._packed_of(weight_NK)
-            out = torch.ops.mkldnn._linear_pointwise(padded, packed, None, "none", [], "")[:rows]
-            return out if bias_N is None else out + bias_N
-        least = SAFE_ROWS.get(x_TK.dtype, 1)
-        out = F.linear(F.pad(x_TK, (0, 0, 0, least - rows)), weight_NK)[:rows] if rows < least else F.linear(
-            x_TK, weight_NK
-        )
+        if x_TK.dtype is torch.float32:
+            # The stock float32 product packs the weight anew at every call, in ways that depend on the rows.
+            out = functions.PackedLinear.apply(x_TK, weight_NK, self._packed_of, LEAST_ROWS, None)
+        elif x_TK.dtype is torch.bfloat16 and self._tiles:
+            out = functions.PackedLinear.apply(x_TK, weight_NK, self._packed_of, TILE_ROWS, TILE_ROWS)
+        elif x_TK.dtype is torch.bfloat16 and rows <= PACK_ROWS and not torch.is_grad_enabled():
+            out = functions.PackedLinear.apply(x_TK, weight_NK, self._packed_of, LEAST_ROWS, None)
+        else:  # the bits of a packed bfloat16 weight, without packing it
+            padded = F.pad(x_TK, (0, 0, 0, LEAST_ROWS - rows)) if rows < LEAST_ROWS else x_TK
+            out = F.linear(padded, weight_NK)[:rows]
         return out if bias_N is None else out + bias_N
 
     def attention(
@@ -129,7 +138,7 @@ class Ops:
         return functions.TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, self.logits, chunk)
 
     def _packed_of(self, weight_NK: Tensor) -> Tensor:
-        """The weight in oneDNN's own layout: the same bits out, 1.2 to 2 times as fast for few rows."""
+        """The weight in oneDNN's own layout: 1.2 to 2 times as fast for few rows."""
         version = weight_NK._version
         kept = self._packed.get(weight_NK)
         if kept is None or kept[0] != version:

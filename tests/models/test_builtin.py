@@ -62,7 +62,8 @@ def test_smollm2_equals_the_reference_library(user_cache: None):
     ours = load_model(folder, dtype=torch.float32)
     with torch.no_grad():
         found, expected = logits_of(ours, ids), theirs(torch.tensor([list(ids)])).logits[0]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    # Logits of this model reach 36, and two right float32 sums of 30 layers are 1e-4 apart there.
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
     answer = theirs.generate(torch.tensor([list(ids)]), max_new_tokens=8, do_sample=False)[0].tolist()
     assert tokenizer.decode(answer[len(ids) :]) == "The capital of Japan is Tokyo.<|im_end|>"
     assert Renderer(tokenizer).stop_token_ids == (2,)
