@@ -1,0 +1,211 @@
+"""Where layers are kept: each once, under the digest of its uncompressed tar, as an index over it or as files.
+
+Owns: the folder, its form on this machine (probed once), which layers are in use, and making room. A layer appears
+whole or not at all. Layers in use are held by shared locks that die with their process, so a crash leaves nothing
+pinned; eviction takes only what it can lock alone, the longest unused first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tandem.core.cache import make_folder
+from tandem.core.errors import SandboxError, boundary
+from tandem.sandbox.backend import Layer, LayerKind
+from tandem.sandbox.images.erofs_mount import can_mount_index
+from tandem.sandbox.images.erofs_writer import write_erofs
+from tandem.sandbox.images.tar_reader import read_tar
+from tandem.sandbox.images.tree import build_tree
+from tandem.sandbox.images.unpack import unpack
+
+TAR, INDEX, FILES = "layer.tar", "index.erofs", "files"
+HASH_QUEUE = 8
+
+
+class LayerStore:
+    """The layers of one folder. Blocking; several threads and processes may use it at once."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = 50 * 2**30, indexed: bool | None = None) -> None:
+        """``indexed`` None: as this machine can. Without an index, layers are unpacked."""
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self._layers = folder / "layers"
+        self._layers.mkdir(parents=True, exist_ok=True)
+        self.why_unpacked = can_mount_index(self._layers) if indexed is None else "" if indexed else "asked for"
+
+    @property
+    def kind(self) -> LayerKind:
+        return LayerKind.FOLDER if self.why_unpacked else LayerKind.EROFS_TAR
+
+    def find(self, digest: str) -> Layer | None:
+        """A layer that is here, marked as used now."""
+        folder = self._place(digest)
+        if not folder.is_dir():
+            return None
+        with suppress(OSError):
+            os.utime(folder)
+        if self.kind is LayerKind.FOLDER:
+            return Layer(kind=LayerKind.FOLDER, path=folder / FILES, digest=digest)
+        return Layer(kind=LayerKind.EROFS_TAR, path=folder / INDEX, device=folder / TAR, digest=digest)
+
+    def add(self, digest: str, pieces: Iterable[bytes]) -> Layer:
+        """Keep a layer whose plain tar comes in pieces; '' takes any content (a tar we made ourselves). Asked for
+        the same layer twice at once, one is written and the other waits.
+
+        Raises:
+            SandboxError: the content is not what the digest says, or no room.
+        """
+        if not digest:
+            return self._add_unnamed(pieces)
+        what = f"layer {digest}"
+        with boundary(SandboxError, f"{what} cannot be kept in {self.folder}", hint="is the disk full?"):
+            make_folder(self._place(digest), lambda scratch: self._fill(scratch, digest, pieces))
+        layer = self.find(digest)
+        if layer is None:
+            raise SandboxError(f"{what} went while it was being kept")
+        return layer
+
+    @contextmanager
+    def using(self, digests: Sequence[str]) -> Iterator[tuple[Layer, ...]]:
+        """Hold layers: none of them is evicted inside.
+
+        Raises:
+            SandboxError: one is not here.
+        """
+        held: list[int] = []
+        try:
+            layers = []
+            for digest in digests:
+                held.append(self._hold(digest))
+                found = self.find(digest)
+                assert found is not None
+                layers.append(found)
+            yield tuple(layers)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+
+    def evict(self, *, keep: Iterable[str] = ()) -> list[str]:
+        """Make the store as small as ``max_bytes``, if what is in use or in ``keep`` lets it; what went."""
+        kept = {self._place(digest).name for digest in keep}
+        found = []
+        for folder in self._layers.iterdir():
+            if not folder.name.startswith("."):
+                with suppress(FileNotFoundError):
+                    found.append((folder.stat().st_mtime, _size(folder), folder))
+        total = sum(size for _, size, _ in found)
+        gone = []
+        for _, size, folder in sorted(found):
+            if total <= self.max_bytes:
+                break
+            if folder.name not in kept and self._remove(folder):
+                total -= size
+                gone.append(folder.name.replace("-", ":", 1))
+        return gone
+
+    def remove(self, digest: str) -> bool:
+        """Whether a layer went; one in use stays."""
+        return self._remove(self._place(digest))
+
+    def size(self, digest: str) -> int:
+        """Bytes on disk."""
+        return _size(self._place(digest))
+
+    def _place(self, digest: str) -> Path:
+        algorithm, _, name = digest.partition(":")
+        if not name.isalnum() or not algorithm.isalnum():
+            raise SandboxError(f"{digest!r} is no digest")
+        return self._layers / f"{algorithm}-{name}{'' if self.kind is LayerKind.EROFS_TAR else '-files'}"
+
+    def _add_unnamed(self, pieces: Iterable[bytes]) -> Layer:
+        with boundary(SandboxError, f"no room for a layer in {self.folder}", hint="is the disk full?"):
+            scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=self._layers))
+            try:
+                digest = _receive(scratch / TAR, pieces)
+                return self.add(digest, _pieces(scratch / TAR))
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+    def _fill(self, scratch: Path, digest: str, pieces: Iterable[bytes]) -> None:
+        found = _receive(scratch / TAR, pieces, algorithm=digest.partition(":")[0])
+        if found != digest:
+            raise SandboxError(f"layer {digest} is not what its digest names (its content has {found})")
+        with (scratch / TAR).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        tree = build_tree(read_tar(data, name=f"layer {digest}"), name=f"layer {digest}")
+        if self.kind is LayerKind.EROFS_TAR:
+            (scratch / INDEX).write_bytes(write_erofs(tree.root, device_bytes=max(size, 1024)))
+        else:
+            unpack(tree.root, data, scratch / FILES)
+            (scratch / TAR).unlink()
+
+    def _hold(self, digest: str) -> int:
+        folder = self._place(digest)
+        while True:
+            try:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                raise SandboxError(
+                    f"layer {digest} is not here any more", hint="pull or build the image again"
+                ) from error
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            os.close(descriptor)  # evicted between the two; perhaps it came back
+
+    def _remove(self, folder: Path) -> bool:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            doomed = Path(tempfile.mkdtemp(prefix=".old-", dir=self._layers))
+            folder.rename(doomed / "layer")
+        except (BlockingIOError, FileNotFoundError):
+            return False
+        finally:
+            os.close(descriptor)
+        shutil.rmtree(doomed, ignore_errors=True)
+        return True
+
+
+def _receive(target: Path, pieces: Iterable[bytes], *, algorithm: str = "sha256") -> str:
+    """Write a stream; its digest is computed beside, since both hashing and writing leave the interpreter free."""
+    hasher = hashlib.new(algorithm)
+    with target.open("wb") as file, ThreadPoolExecutor(1, "layer-hash") as pool:
+        waiting = []
+        for piece in pieces:
+            waiting.append(pool.submit(hasher.update, piece))
+            file.write(piece)
+            if len(waiting) > HASH_QUEUE:
+                waiting.pop(0).result()
+        for job in waiting:
+            job.result()
+    return f"{algorithm}:{hasher.hexdigest()}"
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            yield piece
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
