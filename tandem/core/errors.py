@@ -68,6 +68,18 @@ class SandboxUnavailable(SandboxError):
     """This machine cannot give what the spec asks for."""
 
 
+class SnapshotError(SandboxError):
+    """A snapshot could not be taken, kept or used."""
+
+
+class SnapshotMissing(SnapshotError):
+    """There is no snapshot of this name, or something that it is made of is gone."""
+
+
+class SnapshotCorrupt(SnapshotError):
+    """What is kept of a snapshot is not what was put there."""
+
+
 class EpisodeError(TandemError):
     """An episode failed."""
 

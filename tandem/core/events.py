@@ -152,6 +152,15 @@ class SandboxFailed(Event, frozen=True, kw_only=True):
     detail: str
 
 
+class SandboxMoved(Event, frozen=True, kw_only=True):
+    """A box came to rest again: ``state`` is ``running`` or ``paused``; ``verb`` is what was done to it."""
+
+    sandbox_id: str
+    verb: str
+    state: str
+    took_s: float
+
+
 # ---- engine, training, weights
 class StepFinished(Event, frozen=True, kw_only=True):
     """One optimizer step. ``loss`` and ``grad_norm`` are None when no group was admitted: nothing was trained."""
@@ -225,7 +234,7 @@ AnyEvent = (
     RunStarted | RunResumed | RunFinished
     | GroupStarted | EpisodeStarted | TurnFinished | ToolFinished | EpisodeFinished | RewardFinished
     | GroupFinished | GroupDropped | TaskRejected
-    | SandboxCreated | SandboxKilled | SandboxFailed
+    | SandboxCreated | SandboxKilled | SandboxFailed | SandboxMoved
     | StepFinished | WeightsPublished | EngineReported | CheckpointSaved | EvaluationFinished
     | WaitStalled | WarningRaised
 )  # fmt: skip

@@ -218,6 +218,11 @@ class Box(Protocol):
         """Done when nothing of the box is left; the value says how it ended."""
         ...
 
+    @property
+    def handle(self) -> str:
+        """What ``adopt`` of a later process knows the box by; '' where it dies with this process."""
+        ...
+
     async def call(self, call: Call) -> Outcome:
         """Raises SandboxGone (the box died), SandboxTimeout (it does not answer; it is being killed)."""
         ...
@@ -228,10 +233,12 @@ class Box(Protocol):
 
     async def pause(self, *, cold: bool = False) -> None:
         """Stop all processes; ``cold`` gives their memory back too. Calls in flight wait; deadlines are measured in
-        the box's own running time."""
+        the box's own running time. Idempotent: also brings a half-paused box to rest."""
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Idempotent: a running box is left alone, a half-paused one runs again."""
+        ...
 
     async def snapshot(self, *, live: bool = False) -> Frozen:
         """The files (``live``: and processes) at one moment; the box goes on as it was, running or paused."""
@@ -276,6 +283,16 @@ class SandboxBackend(Protocol):
 
     async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> Box:
         """A box with the processes of a saved live snapshot. Raises SandboxUnavailable, SandboxError."""
+        ...
+
+    async def adopt(self) -> dict[str, Box]:
+        """Before the first ``create``: the boxes that an earlier process left alive (it was killed, or it called
+        ``leave``), by handle. The rest of what it left is swept away. Empty where boxes die with their process."""
+        ...
+
+    async def leave(self) -> None:
+        """Give up this process's hold and leave every box as it is to the next ``adopt``; as ``close`` where there
+        is no adoption."""
         ...
 
     async def close(self) -> None:

@@ -1,8 +1,10 @@
 """All boxes of one process: makes them, knows them, and leaves none behind.
 
-Owns: the registry of live boxes, their names, their lifetimes, their events, and the warm pool.
-Refuses: to create after ``close``. Invariant: a box is in the registry from its creation to its end; ``close``
-returns when the registry is empty and nothing of any box is left.
+Owns: every verb on boxes and snapshots, their names, lifetimes and events. Two lives: in the trainer's process (no
+state folder; a table in memory, all boxes end at ``close``), and as a server (``state``: what is known outlives the
+process, ``open`` takes up what it left, every verb is in the audit log).
+Refuses: to create after ``close``. Invariant: a box is in the table from before its creation to after its end;
+``close`` returns when no box is left and nothing of any of them.
 """
 
 from __future__ import annotations
@@ -10,20 +12,50 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.boxes import SandboxLimits, SandboxSpec
-from tandem.core.errors import PluginError, SandboxError, SandboxUnavailable, TandemError, boundary
+from tandem.core.boxes import SandboxLimits, SandboxSpec, SandboxState
+from tandem.core.errors import (
+    PluginError,
+    SandboxError,
+    SandboxGone,
+    SandboxUnavailable,
+    TandemError,
+    boundary,
+)
 from tandem.core.events import SandboxCreated, SandboxFailed, SandboxKilled
 from tandem.core.protocols import EventSink
 from tandem.core.registry import Registry
-from tandem.sandbox.backend import Box, SandboxBackend
+from tandem.sandbox.audit import AuditLog
+from tandem.sandbox.backend import Ability, Box, Root, SandboxBackend, Usage, refuse
+from tandem.sandbox.entry import Entry
 from tandem.sandbox.pool import Pool
+from tandem.sandbox.records import (
+    BoxRecord,
+    Child,
+    Life,
+    LogLine,
+    OnTimeout,
+    Page,
+    PauseMode,
+    SnapshotRecord,
+    now,
+)
+from tandem.sandbox.recovery import Recovery, recover
 from tandem.sandbox.session import Session
+from tandem.sandbox.snapshot import Snapshots
+from tandem.sandbox.store import BlobStore
+from tandem.sandbox.table import MemoryTable, SqliteTable
+from tandem.sandbox.transitions import Transitions
 
 BACKENDS = {"namespace": "tandem.sandbox.backends.namespace:NamespaceBackend"}
+MOST_CHILDREN = 100
+PAGE_BOXES = 100
+T = TypeVar("T")
+Templates = Callable[[str], Awaitable[Root | None]]
 
 
 def spec_of(section: SandboxSection) -> SandboxSpec:
@@ -42,51 +74,72 @@ def spec_of(section: SandboxSection) -> SandboxSpec:
 
 
 class SandboxManager:
-    """Core's ``SandboxService``. Its methods belong to one event loop."""
+    """Core's ``SandboxService`` and all that a server needs. Its methods belong to one event loop.
 
-    def __init__(self, section: SandboxSection, sink: EventSink, *, backend: SandboxBackend | None = None) -> None:
+    Every verb takes the id of a box and raises ``SandboxGone`` for one that is dead or was never there, and
+    ``SandboxUnavailable`` for what the backend cannot do. Verbs on one box wait for each other, ``kill`` for none. A
+    verb whose caller is cancelled is finished all the same.
+    """
+
+    def __init__(
+        self,
+        section: SandboxSection,
+        sink: EventSink,
+        *,
+        backend: SandboxBackend | None = None,
+        state: Path | None = None,
+        store: str = "",
+        templates: Templates | None = None,
+    ) -> None:
+        """``state``: the folder of what outlives the process; then call ``open`` first. ``store``: where durable
+        snapshots go, a folder or any URL of fsspec ('': in the state folder). ``templates`` gives the root of a
+        template by name, None for the backend's own.
+
+        Raises:
+            SandboxError: another server has the folder. RecordError: it cannot be read.
+        """
         self._section = section
         self._sink = sink
         self._backend = backend or _make_backend(section.backend)
+        self._templates = templates
         self._pool = Pool(self._make, size=section.warm)
-        self._live: dict[str, Session] = {}
-        self._born: dict[str, float] = {}
-        self._lifetimes: dict[str, asyncio.TimerHandle] = {}
-        self._killing: set[asyncio.Task[None]] = set()
+        self._table = MemoryTable() if state is None else SqliteTable(state)
+        if state is not None:
+            blobs = BlobStore(store or str(state / "blobs"))
+            self.snapshots = Snapshots(self._table, blobs, state)
+        else:
+            self.snapshots = Snapshots(self._table)
+        self.audit = None if state is None else AuditLog(state / "audit")
+        self._transitions = Transitions(
+            backend=self._backend, snapshots=self.snapshots, sink=sink, create_timeout_s=section.create_timeout_s
+        )
+        self._entries: dict[str, Entry] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._prefix = secrets.token_hex(3)
         self._count = 0
         self._closed = False
 
+    # ---- the manager's own life
+
+    @property
+    def backend(self) -> SandboxBackend:
+        return self._backend
+
     @property
     def live(self) -> dict[str, Session]:
         """The boxes that are alive, by id (a copy)."""
-        return dict(self._live)
+        return {entry.id: entry.session for entry in self._entries.values()}
 
-    async def create(self, spec: SandboxSpec) -> Session:
-        if self._closed:
-            raise SandboxError("the sandbox manager is closed")
-        self._count += 1
-        sandbox_id = f"sbx-{self._prefix}-{self._count}"
-        started = time.monotonic()
-        try:
-            box = await self._pool.lease(spec)
-        except TandemError as error:
-            self._sink.emit(SandboxFailed(sandbox_id=sandbox_id, error=type(error).__name__, detail=error.message))
-            raise
-        if self._closed:
-            await box.kill()
-            raise SandboxError("the sandbox manager was closed")
-        now = time.monotonic()
-        session = Session(sandbox_id, spec, box, on_end=self._ended)
-        self._live[sandbox_id] = session
-        self._born[sandbox_id] = now
-        self._lifetimes[sandbox_id] = asyncio.get_running_loop().call_later(
-            spec.limits.lifetime_s, self._expire, session
-        )
-        self._sink.emit(SandboxCreated(
-            sandbox_id=sandbox_id, backend=self._backend.name, template=spec.template, create_s=now - started
-        ))
-        return session
+    async def open(self) -> Recovery:
+        """Take up what an earlier process left in the state folder: boxes that still live are adopted, boxes that
+        were in the middle of a move go back to where they rested, the rest is swept away. Before the first verb."""
+        recovery = await recover(self._table, self._backend, self.snapshots, self._enter)
+        for entry in list(self._entries.values()):
+            self._watch_deadline(entry)
+        for box_id in recovery.lost:
+            self._sink.emit(SandboxFailed(sandbox_id=box_id, error="SandboxGone", detail="lost with its server"))
+        self._note("open", detail=recovery.summary())
+        return recovery
 
     async def check(self, spec: SandboxSpec) -> None:
         """Make one box and end it, so that a machine that cannot is known before anything dear is started.
@@ -103,38 +156,373 @@ class SandboxManager:
             raise SandboxUnavailable(f"this machine makes no boxes: {error.message}", hint=error.hint) from error
 
     async def close(self) -> None:
+        """Kill all boxes, running and paused, and wait until they are gone. Durable snapshots stay."""
         self._closed = True
         await self._pool.close()
-        for session in list(self._live.values()):
-            self._kill_soon(session)
+        for entry in list(self._entries.values()):
+            self._own(entry.session.kill())
         await self._backend.close()
-        if self._killing:
-            await asyncio.gather(*self._killing, return_exceptions=True)
+        await self._settled()
+        await self.snapshots.close()
+        self._shut()
+
+    async def leave(self) -> None:
+        """End this process's part and leave every box as it is to the next ``open`` on the same state folder; where
+        the backend's boxes cannot outlive it, as ``close``."""
+        self._closed = True
+        await self._pool.close()
+        await self._settled()
+        for entry in self._entries.values():
+            entry.stop_timer()
+        await self._backend.leave()
+        await self.snapshots.close()
+        self._note("leave")
+        self._shut()
+
+    # ---- boxes
+
+    async def create(
+        self, spec: SandboxSpec, *, life: Life | None = None, snapshot: str = "", root: Root | None = None
+    ) -> Session:
+        """A running box: from the spec's template, from a ``snapshot`` (id or name), or from a ``root``.
+
+        Raises:
+            SandboxUnavailable: this machine cannot. SandboxError: it failed. SnapshotMissing, SnapshotCorrupt.
+        """
+        if self._closed:
+            raise SandboxError("the sandbox manager is closed")
+        return await self._finish(self._create(spec, life or Life(), snapshot, root))
+
+    def get(self, sandbox_id: str) -> BoxRecord:
+        """What is known of a box now."""
+        return self._entry(sandbox_id).record
+
+    def session(self, sandbox_id: str) -> Session:
+        """The box's commands and files. Using a paused one resumes it where its life says ``auto_resume``, else
+        raises SandboxError."""
+        return self._entry(sandbox_id).session
+
+    def boxes(
+        self,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        states: Sequence[SandboxState] = (),
+        limit: int = PAGE_BOXES,
+        after: str = "",
+    ) -> Page:
+        """Boxes whose metadata has all these pairs, and which are in one of ``states`` (empty: any), oldest first;
+        ``after`` is the ``next`` of the page before."""
+        wanted = dict(metadata or {})
+        found = sorted(
+            (entry.record for entry in self._entries.values()
+             if wanted.items() <= entry.record.metadata.items() and (not states or entry.record.state in states)),
+            key=_place,
+        )
+        if after:
+            found = [record for record in found if _place(record) > _place_of(after)]
+        page = found[:max(1, limit)]
+        more = len(found) > len(page)
+        return Page(boxes=page, next=f"{page[-1].created_at!r}/{page[-1].id}" if more else "")
+
+    async def kill(self, sandbox_id: str, *, actor: str = "") -> bool:
+        """From every state; returns when nothing of the box is left. False: there is no such box (any more)."""
+        entry = self._entries.get(sandbox_id)
+        if entry is None:
+            return False
+        self._note("kill", sandbox_id, actor)
+        await self._finish(entry.session.kill())
+        return True
+
+    async def pause(self, sandbox_id: str, *, mode: PauseMode = PauseMode.WARM, actor: str = "") -> bool:
+        """Its processes stand still, its deadline no longer counts. False: it was paused already."""
+        entry = self._entry(sandbox_id)
+        self._note("pause", sandbox_id, actor, mode=mode.value)
+        done = await self._finish(self._transitions.pause(entry, mode))
+        entry.stop_timer()
+        return done
+
+    async def resume(self, sandbox_id: str, *, lifetime_s: float | None = None, actor: str = "") -> bool:
+        """It runs again, for ``lifetime_s`` (None: as long as its last run). False: it was running, and nothing
+        changed (``set_timeout`` and ``refresh`` change deadlines)."""
+        entry = self._entry(sandbox_id)
+        self._note("resume", sandbox_id, actor)
+        done = await self._finish(self._transitions.resume(entry, lifetime_s))
+        if done:
+            self._watch_deadline(entry)
+        return done
+
+    async def fork(
+        self, sandbox_id: str, num_children: int, *, live: bool = False, life: Life | None = None, actor: str = ""
+    ) -> list[Child]:
+        """Siblings that start from the box's files of this moment (``live``: and its running processes); the box
+        goes on as it was. One result per child; None of them stays when the box is killed meanwhile.
+
+        Raises:
+            ValueError: not 1 to 100 children. SandboxUnavailable: it cannot be forked (live), saying why.
+        """
+        if not 1 <= num_children <= MOST_CHILDREN:
+            raise ValueError(f"a fork has 1 to {MOST_CHILDREN} children, not {num_children}")
+        entry = self._entry(sandbox_id)
+        self._note("fork", sandbox_id, actor, children=str(num_children), live=str(live))
+        return await self._finish(self._fork(entry, num_children, live, life))
+
+    async def snapshot(
+        self, sandbox_id: str, *, name: str = "", live: bool = False, durable: bool | None = None, actor: str = ""
+    ) -> SnapshotRecord:
+        """The box's files (``live``: and processes) at this moment; it goes on as it was. ``durable`` (None: where
+        there is a state folder) outlives this process and was written when this returns; else it ends with it.
+
+        Raises:
+            SnapshotError: no room, no store; then there is no snapshot.
+        """
+        entry = self._entry(sandbox_id)
+        self._note("snapshot", sandbox_id, actor, name=name)
+        durable = self.snapshots.can_keep if durable is None else durable
+        return await self._finish(self._transitions.snapshot(entry, name=name, live=live, durable=durable))
+
+    async def delete_snapshot(self, snapshot: str, *, actor: str = "") -> bool:
+        """Boxes that stand on it go on. False: it was deleted already. Raises SnapshotMissing."""
+        self._note("delete snapshot", snapshot, actor)
+        return await self._finish(self.snapshots.delete(snapshot))
+
+    def set_timeout(self, sandbox_id: str, lifetime_s: float, *, actor: str = "") -> None:
+        """The box ends (or pauses) this many seconds from now, earlier or later than before. Of a paused box: how
+        long its next run takes."""
+        entry = self._entry(sandbox_id)
+        self._note("set timeout", sandbox_id, actor, lifetime_s=f"{lifetime_s:g}")
+        paused = entry.record.deadline is None
+        entry.change(lifetime_s=lifetime_s, deadline=None if paused else now() + lifetime_s)
+        self._watch_deadline(entry)
+
+    def refresh(self, sandbox_id: str, lifetime_s: float, *, actor: str = "") -> None:
+        """As ``set_timeout``, but never earlier than before."""
+        deadline = self._entry(sandbox_id).record.deadline
+        if deadline is None or now() + lifetime_s > deadline:
+            self.set_timeout(sandbox_id, lifetime_s, actor=actor)
+
+    async def usage(self, sandbox_id: str) -> Usage:
+        """What the box costs now; nothing is known of one whose processes are gone."""
+        entry = self._entry(sandbox_id)
+        if Ability.USAGE not in self._backend.abilities:
+            raise refuse(self._backend.name, Ability.USAGE)
+        return Usage() if entry.session.box is None else await entry.session.box.usage()
+
+    def logs(self, sandbox_id: str, *, since: float = 0.0, limit: int = 1000) -> Sequence[LogLine]:
+        """What was done to the box and what it did, oldest first: the last thousand lines."""
+        lines = [line for line in self._entry(sandbox_id).log if line.time >= since]
+        return lines[:limit]
+
+    def log(self, sandbox_id: str, message: str, *, level: str = "info", **fields: str) -> None:
+        """Add a line to the box's log."""
+        self._entry(sandbox_id).say(level, message, **fields)
+
+    def note_network(self, sandbox_id: str, *, allowed: bool, target: str, detail: str = "") -> None:
+        """A box tried to connect somewhere: into the audit log."""
+        self._note("connect", sandbox_id, sandbox_id, allowed=str(allowed), target=target, why=detail)
+
+    # ---- how
+
+    async def _create(self, spec: SandboxSpec, life: Life, snapshot: str, root: Root | None) -> Session:
+        sandbox_id = self._next_id()
+        started = time.monotonic()
+        record = self._record(sandbox_id, spec, life, parent="")
+        self._note("create", sandbox_id, template=spec.template, snapshot=snapshot)
+        self._table.insert(record)
+        try:
+            if snapshot:
+                box, parent = await self._from_snapshot(sandbox_id, spec, snapshot)
+            else:
+                if root is None and self._templates is not None:
+                    root = await self._templates(spec.template)
+                box = await (self._pool.lease(spec) if root is None else self._transitions.make(spec, root=root))
+                parent = ""
+            if self._closed:
+                await box.kill()
+                raise SandboxError("the sandbox manager was closed")
+        except TandemError as error:
+            self._table.remove(sandbox_id)
+            await self.snapshots.drop_all(sandbox_id)
+            self._sink.emit(SandboxFailed(sandbox_id=sandbox_id, error=type(error).__name__, detail=error.message))
+            raise
+        return await self._arrived(record, box, parent, time.monotonic() - started)
+
+    async def _arrived(self, record: BoxRecord, box: Box, parent: str, create_s: float) -> Session:
+        """A box that was just made becomes one of ours."""
+        entry = self._enter(record, box)
+        try:
+            entry.change(state=SandboxState.RUNNING, intent="", parent=parent, handle=box.handle,
+                         started_at=now(), deadline=now() + record.lifetime_s)
+        except SandboxError:
+            await entry.session.kill()
+            raise
+        self._watch_deadline(entry)
+        entry.say("info", "created", template=record.spec.template)
+        self._sink.emit(SandboxCreated(
+            sandbox_id=record.id, backend=self._backend.name, template=record.spec.template, create_s=create_s
+        ))
+        return entry.session
+
+    async def _from_snapshot(self, sandbox_id: str, spec: SandboxSpec, name: str) -> tuple[Box, str]:
+        found = self.snapshots.find(name)
+        self.snapshots.hold(found.id, sandbox_id)
+        if not found.live:
+            return await self._transitions.make(spec, root=await self.snapshots.root(found.id)), found.id
+        if Ability.LIVE_SNAPSHOT not in self._backend.abilities:
+            raise refuse(self._backend.name, Ability.LIVE_SNAPSHOT)
+        folder = await self.snapshots.processes(found.id)
+        return await self._backend.restore(folder, spec, timeout_s=self._section.create_timeout_s), found.id
+
+    async def _fork(self, entry: Entry, num_children: int, live: bool, life: Life | None) -> list[Child]:
+        parent = entry.record
+        life = life or Life(
+            lifetime_s=parent.lifetime_s, on_timeout=parent.on_timeout, auto_resume=parent.auto_resume,
+            metadata=parent.metadata,
+        )
+        ids = [self._next_id() for _ in range(num_children)]
+        records = [self._record(each, parent.spec, life, parent="") for each in ids]
+        for record in records:
+            self._table.insert(record)
+        started, specs, snapshot_id = time.monotonic(), [record.spec for record in records], ""
+        try:
+            if live:
+                boxes = await self._transitions.fork_live(entry, specs)
+            else:
+                snapshot_id, boxes = await self._transitions.fork_files(entry, specs)
+        except BaseException:
+            for each in ids:
+                self._table.remove(each)
+            raise
+        for each, box in zip(ids, boxes, strict=True):
+            if snapshot_id and not isinstance(box, Exception):
+                self.snapshots.hold(snapshot_id, each)
+        took_s = time.monotonic() - started
+        return [await self._child(record, box, snapshot_id, took_s)
+                for record, box in zip(records, boxes, strict=True)]
+
+    async def _child(self, record: BoxRecord, box: Box | Exception, snapshot_id: str, took_s: float) -> Child:
+        if isinstance(box, Exception):
+            self._table.remove(record.id)
+            if isinstance(box, SandboxError):
+                return Child(error=box)
+            return Child(error=SandboxError(f"a child of a fork failed: {type(box).__name__}: {box}"))
+        try:
+            return Child(session=await self._arrived(record, box, snapshot_id, took_s))
+        except SandboxError as error:
+            return Child(error=error)
+
+    def _record(self, sandbox_id: str, spec: SandboxSpec, life: Life, *, parent: str) -> BoxRecord:
+        lifetime_s = spec.limits.lifetime_s if life.lifetime_s is None else life.lifetime_s
+        return BoxRecord(
+            id=sandbox_id, spec=spec, state=SandboxState.CREATING, intent="create", metadata=dict(life.metadata),
+            backend=self._backend.name, created_at=now(), lifetime_s=lifetime_s, on_timeout=life.on_timeout,
+            auto_resume=life.auto_resume, parent=parent,
+        )
+
+    def _enter(self, record: BoxRecord, box: Box | None) -> Entry:
+        """One more box, at rest."""
+
+        async def use() -> None:
+            await self.resume(record.id)
+
+        def begin_kill() -> None:
+            entry.begin_kill()
+
+        session = Session(
+            record.id, record.spec, box, on_end=self._ended, on_use=use if record.auto_resume else None,
+            on_kill=begin_kill, paused=record.state is SandboxState.PAUSED,
+        )
+        entry = self._entries[record.id] = Entry(record, session, self._table)
+        return entry
 
     async def _make(self, spec: SandboxSpec) -> Box:
-        return await self._backend.create(spec, timeout_s=self._section.create_timeout_s)
+        return await self._transitions.make(spec)
 
-    def _kill_soon(self, session: Session) -> None:
-        task = asyncio.get_running_loop().create_task(session.kill())
-        self._killing.add(task)
-        task.add_done_callback(self._killing.discard)
+    def _entry(self, sandbox_id: str) -> Entry:
+        entry = self._entries.get(sandbox_id)
+        if entry is None:
+            raise SandboxGone(f"there is no sandbox {sandbox_id!r}", hint="it ended, or never was; create a new one")
+        return entry
 
-    def _expire(self, session: Session) -> None:
+    def _next_id(self) -> str:
+        self._count += 1
+        return f"sbx-{self._prefix}-{self._count}"
+
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it to its end, also when the caller is cancelled."""
+        return await asyncio.shield(self._own(work))
+
+    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._disown)
+        return task
+
+    def _disown(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to the caller, or written in the box's log
+
+    async def _settled(self) -> None:
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _watch_deadline(self, entry: Entry) -> None:
+        entry.stop_timer()
+        if entry.record.deadline is not None and not entry.ending:
+            delay_s = max(0.0, entry.record.deadline - now())
+            entry.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, entry)
+
+    def _expire(self, entry: Entry) -> None:
+        if entry.record.on_timeout is OnTimeout.PAUSE:
+            self._note("pause", entry.id, "deadline")
+            self._own(self._pause_late(entry))
+            return
+        self._note("kill", entry.id, "deadline")
         self._sink.emit(SandboxFailed(
-            sandbox_id=session.id, error="lifetime", detail=f"older than {session.spec.limits.lifetime_s:g} s"
+            sandbox_id=entry.id, error="lifetime", detail=f"older than {entry.record.lifetime_s:g} s"
         ))
-        self._kill_soon(session)
+        self._own(entry.session.kill())
+
+    async def _pause_late(self, entry: Entry) -> None:
+        try:
+            await self._transitions.pause(entry, PauseMode.WARM)
+        except SandboxError as error:  # it must not run past its deadline
+            entry.say("error", f"killed at its deadline, because it cannot be paused: {error.message}")
+            await entry.session.kill()
 
     def _ended(self, session: Session, lost: str) -> None:
         """``lost`` says how a box ended that nobody killed."""
-        if self._live.pop(session.id, None) is None:
+        entry = self._entries.pop(session.id, None)
+        if entry is None:
             return
-        self._lifetimes.pop(session.id).cancel()
-        lifetime_s = time.monotonic() - self._born.pop(session.id)
+        entry.forget()
+        self._own(self.snapshots.drop_all(session.id))
         if lost:
+            self._note("lost", session.id, why=lost)
             self._sink.emit(SandboxFailed(sandbox_id=session.id, error="SandboxGone", detail=lost))
         else:
-            self._sink.emit(SandboxKilled(sandbox_id=session.id, lifetime_s=lifetime_s))
+            self._sink.emit(SandboxKilled(sandbox_id=session.id, lifetime_s=now() - entry.record.created_at))
+
+    def _note(self, action: str, subject: str = "", actor: str = "", **detail: str) -> None:
+        if self.audit is not None:
+            self.audit.append(action, subject=subject, actor=actor, **detail)
+
+    def _shut(self) -> None:
+        self._table.close()
+        if self.audit is not None:
+            self.audit.close()
+
+
+def _place(record: BoxRecord) -> tuple[float, str]:
+    return record.created_at, record.id
+
+
+def _place_of(token: str) -> tuple[float, str]:
+    created_at, _, sandbox_id = token.partition("/")
+    try:
+        return float(created_at), sandbox_id
+    except ValueError:
+        raise ValueError(f"{token!r} is no page of a list") from None
 
 
 def _make_backend(name: str) -> SandboxBackend:

@@ -7,10 +7,9 @@ to nothing that a command could not reach.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
@@ -128,31 +127,67 @@ class Session:
     """One live box with an identity."""
 
     def __init__(
-        self, sandbox_id: str, spec: SandboxSpec, box: Box, *, on_end: Callable[[Session, str], None]
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        box: Box | None,
+        *,
+        on_end: Callable[[Session, str], None],
+        on_use: Callable[[], Awaitable[None]] | None = None,
+        on_kill: Callable[[], None] | None = None,
+        paused: bool = False,
     ) -> None:
-        """``on_end`` hears of the box's end: why, if nobody killed it, else an empty string."""
+        """``on_end`` hears of the box's end: why, if nobody killed it, else an empty string. ``on_use`` is asked to
+        make a paused box run before it is used; without it using one is refused. ``on_kill`` makes the move to
+        ``KILLING``, so that it is known before it begins. ``paused``: it is found at rest so, and without ``box``
+        only its files exist."""
         self.id = sandbox_id
         self.spec = spec
         self.commands = Commands(self)
         self.files = Files(self)
-        self._box = box
+        self.lifecycle = Lifecycle(sandbox_id)
+        self._box: Box | None = None
         self._on_end = on_end
-        self._lifecycle = Lifecycle(sandbox_id)
-        self._lifecycle.move(SandboxState.RUNNING)
+        self._on_use = on_use
+        self._on_kill = on_kill or (lambda: self.lifecycle.move(SandboxState.KILLING))
         self._reason = ""
-        box.gone.add_done_callback(self._box_gone)
+        self.lifecycle.start(SandboxState.PAUSED if paused else SandboxState.RUNNING)
+        self.bind(box)
 
     @property
     def state(self) -> SandboxState:
-        return self._lifecycle.state
+        return self.lifecycle.state
+
+    @property
+    def box(self) -> Box | None:
+        """The backend's box; None while only its files exist."""
+        return self._box
+
+    def bind(self, box: Box | None) -> None:
+        """Stand on this box from now on; None: its files are kept elsewhere, and its end is not the session's."""
+        self._box = box
+        if box is not None:
+            box.gone.add_done_callback(lambda gone: self._box_gone(box, gone.result()))
+
+    async def use(self) -> Box:
+        """The backend's box, running: what every call, process and connection goes through.
+
+        Raises:
+            SandboxGone: it is dead. SandboxError: it is paused, and nothing resumes it by use.
+        """
+        if self.state is SandboxState.DEAD:
+            raise SandboxGone(f"sandbox {self.id} is dead: {self._reason}", hint="create a new one")
+        if self._on_use is not None and not self.lifecycle.usable:
+            await self._on_use()
+        self.lifecycle.require_running()
+        assert self._box is not None
+        return self._box
 
     async def call(self, call: Call) -> Outcome:
         """What commands and files go through."""
-        if self.state is SandboxState.DEAD:
-            raise SandboxGone(f"sandbox {self.id} is dead: {self._reason}", hint="create a new one")
-        self._lifecycle.require_running()
+        box = await self.use()
         try:
-            return await self._box.call(call)
+            return await box.call(call)
         except SandboxError as error:  # the backend does not know our name
             raise type(error)(f"sandbox {self.id}: {error.message}", hint=error.hint) from error
 
@@ -161,14 +196,23 @@ class Session:
         if self.state is SandboxState.DEAD:
             return
         if self.state is not SandboxState.KILLING:
-            self._lifecycle.move(SandboxState.KILLING)
-        await self._box.kill()
+            self._on_kill()
+        if self._box is not None:
+            await self._box.kill()
+        else:
+            self._end("killed")
 
-    def _box_gone(self, gone: asyncio.Future[str]) -> None:
-        self._reason = gone.result()
+    def _box_gone(self, box: Box, reason: str) -> None:
+        if box is self._box:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self.state is SandboxState.DEAD:
+            return
+        self._reason = reason
         lost = self.state is not SandboxState.KILLING
-        self._lifecycle.move(SandboxState.DEAD)
-        self._on_end(self, self._reason if lost else "")
+        self.lifecycle.move(SandboxState.DEAD)
+        self._on_end(self, reason if lost else "")
 
 
 def _absolute(path: str) -> str:

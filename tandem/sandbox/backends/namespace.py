@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
-from tandem.sandbox.backend import Call, Outcome
+from tandem.sandbox.backend import Ability, Call, Isolation, Outcome
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import SPARE_PIDS, Cgroups, sweep
 from tandem.sandbox.backends.channel import Channel
@@ -39,6 +39,10 @@ class NamespaceBox:
         self._backend = backend
         self.channel: Channel | None = None
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def handle(self) -> str:
+        return ""
 
     async def call(self, call: Call) -> Outcome:
         if self.channel is None or self.gone.done():
@@ -66,6 +70,8 @@ class NamespaceBackend:
     """Makes boxes through one keeper process; starts it at first use and again should it die."""
 
     name = "namespace"
+    isolation = Isolation.SHARED_KERNEL
+    abilities: frozenset[Ability] = frozenset()
 
     def __init__(self, *, cache: Path | None = None) -> None:
         self._cache = cache
@@ -121,6 +127,12 @@ class NamespaceBackend:
             await box.kill()
             raise SandboxError(f"no box: {problem}", hint="`tandem doctor` shows what this machine can do")
         return box
+
+    async def adopt(self) -> dict[str, NamespaceBox]:
+        return {}
+
+    async def leave(self) -> None:
+        await self.close()
 
     async def close(self) -> None:
         keeper, self._keeper = self._keeper, None
