@@ -12,19 +12,23 @@ from tandem.app.build import engine_of
 from tandem.app.preflight import ModelFiles, prepare_model
 from tandem.app.supervise import FAILED, FINISHED, supervise
 from tandem.config.tree import Recipe
-from tandem.serve.openai import Served, make_app
+from tandem.serve.generation import Served
+from tandem.serve.openai import make_app
 from tandem.serve.server import serve_forever
 
 
-def serve(recipe: Recipe, *, model_path: Path | None = None, host: str, port: int) -> int:
-    """Serve ``model_path`` (default: the recipe's model) until a signal; returns the exit code.
+def serve(
+    recipe: Recipe, *, model_path: Path | None = None, host: str, port: int, keys: tuple[str, ...] = ()
+) -> int:
+    """Serve ``model_path`` (default: the recipe's model) until a signal, to who has one of ``keys`` (none: to
+    everybody); returns the exit code.
 
     Raises:
         TandemError: the model is missing or unknown.
     """
     files = prepare_model(recipe, model_path=model_path)
     code, detail = supervise(
-        lambda: _serve(recipe, files, host, port),
+        lambda: _serve(recipe, files, host, port, keys),
         lambda: None,
         stopping="answers in hand get two seconds",
         interrupted=FINISHED,  # a server is stopped by a signal: that is its good end
@@ -34,12 +38,16 @@ def serve(recipe: Recipe, *, model_path: Path | None = None, host: str, port: in
     return code
 
 
-async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int) -> None:
+async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int, keys: tuple[str, ...]) -> None:
     print(f"loading {files.path} ...", file=sys.stderr, flush=True)
     async with engine_of(recipe, files) as live:
         name = _name(files.path)
         served = Served(
-            engine=live.engine, renderer=files.renderer, names=(name,), max_context_tokens=files.max_context_tokens
+            engine=live.engine,
+            renderer=files.renderer,
+            names=(name,),
+            max_context_tokens=files.max_context_tokens,
+            keys=keys,
         )
         await serve_forever(make_app(served), host=host, port=port, on_ready=lambda url: _tell(url, name))
 

@@ -1,24 +1,20 @@
-"""A chat request: JSON to typed messages, tools and sampling parameters.
+"""A chat request: JSON to typed messages and tools, and how to answer.
 
-Owns: what a client may ask for. Refuses, naming the field: wrong types, values out of range, unknown fields, and known
-fields that would change the answer but are not supported. Nothing a client sends is repaired or dropped in silence.
+Owns: what a client may say in a conversation. Refuses, naming the field, as ``requests`` does.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import re
-import secrets
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from tandem.core.types import Message, Role, SamplingParams, ToolCall, ToolSpec
+from tandem.core.types import Message, Role, ToolCall, ToolSpec
+from tandem.serve.requests import Asked, BadRequest, SamplingBody, Struct, asked_of, decode, refuse_unless
 
-MAX_CHOICES, MAX_STOPS = 128, 16
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ROLES = {
     "system": Role.SYSTEM,
@@ -29,36 +25,24 @@ ROLES = {
 }
 
 
-class BadRequest(Exception):
-    """The client's mistake: ``param`` is the field, as the client wrote its path."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message, self.param, self.code, self.status = message, param, code, status
-
-
-class _Struct(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Unknown keys are errors."""
-
-
-class TextPart(_Struct):
+class TextPart(Struct, kw_only=True):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Struct):
+class FunctionCall(Struct, kw_only=True):
     name: str
     arguments: str
 
 
-class CallBody(_Struct):
+class CallBody(Struct, kw_only=True):
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
     index: int | None = None  # clients that put streamed pieces together leave it in
 
 
-class MessageBody(_Struct):
+class MessageBody(Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -67,66 +51,35 @@ class MessageBody(_Struct):
     refusal: None = None
 
 
-class Function(_Struct):
+class Function(Struct, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, object] | None = None
     strict: bool | None = None
 
 
-class ToolBody(_Struct):
+class ToolBody(Struct, kw_only=True):
     function: Function
     type: Literal["function"] = "function"
 
 
-class StreamOptions(_Struct):
-    include_usage: bool = False
-
-
-class ChatBody(_Struct):
-    model: str
+class ChatBody(SamplingBody, kw_only=True):
     messages: list[MessageBody]
     tools: list[ToolBody] | None = None
     tool_choice: str | dict[str, object] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    n: int | None = 1
-    seed: int | None = None
-    stop: str | list[str] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    return_token_ids: bool | None = False  # extension: the ids of prompt and answer
     parallel_tool_calls: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     response_format: dict[str, object] | None = None
-    # These say something about the client, not about the answer.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that can be served. ``max_tokens`` None: as many as the context holds."""
+    """A request that can be served."""
 
-    model: str
+    asked: Asked
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
-    stream: bool
-    include_usage: bool
-    max_tokens: int | None
-    params: SamplingParams
-    num_choices: int
-    seed: int
-    logprobs: bool
-    token_ids: bool
 
 
 def read_request(data: bytes) -> ChatRequest:
@@ -135,88 +88,24 @@ def read_request(data: bytes) -> ChatRequest:
     Raises:
         BadRequest: the first thing that is wrong with it.
     """
-    body = _decode(data)
-    _check_unsupported(body)
-    tools = () if body.tool_choice == "none" else _tools(body.tools or [])
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise BadRequest("give max_tokens or max_completion_tokens, not both", param="max_completion_tokens")
-    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is not None:
-        _within(field, max_tokens, 1, 2**31 - 1)
-    num_choices = 1 if body.n is None else body.n
-    _within("n", num_choices, 1, MAX_CHOICES)
-    if body.seed is not None:
-        _within("seed", body.seed, -(2**63), 2**63 - 1)
-    return ChatRequest(
-        model=body.model,
-        messages=_messages(body.messages),
-        tools=tools,
-        stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        max_tokens=max_tokens,
-        params=_params(body),
-        num_choices=num_choices,
-        seed=secrets.randbits(62) if body.seed is None else body.seed,
-        logprobs=bool(body.logprobs),
-        token_ids=bool(body.return_token_ids),
-    )
+    return checked(decode(data, ChatBody))
 
 
-def _decode(data: bytes) -> ChatBody:
-    try:
-        return msgspec.json.decode(data, type=ChatBody)
-    except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$")
-        param = place.rstrip("`").lstrip(".") or None
-        if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", reason, re.DOTALL):
-            param = f"{param}.{unknown[1]}" if param else unknown[1]
-            near = difflib.get_close_matches(unknown[1], ChatBody.__struct_fields__, n=1)
-            reason = "no such field" + (f"; did you mean {near[0]!r}?" if near else "")
-        elif missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
-            param = f"{param}.{missing[1]}" if param else missing[1]
-            reason = "this field is required"
-        raise BadRequest(f"{param or 'body'}: {reason}", param=param) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-
-
-def _check_unsupported(body: ChatBody) -> None:
-    """Fields that are known and would change the answer, but are not there."""
-    neutral = {
-        "frequency_penalty": body.frequency_penalty in (None, 0),
-        "presence_penalty": body.presence_penalty in (None, 0),
-        "logit_bias": not body.logit_bias,
+def checked(body: ChatBody) -> ChatRequest:
+    """Raises ``BadRequest``."""
+    refuse_unless({
         "response_format": body.response_format in (None, {"type": "text"}),
         "top_logprobs": body.top_logprobs in (None, 0),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "tool_choice": body.tool_choice in (None, "auto", "none"),
-    }
-    for field, is_neutral in neutral.items():
-        if not is_neutral:
-            raise BadRequest(f"{field}: this value is not supported", param=field, code="unsupported_value")
-    if body.stream_options is not None and not body.stream:
-        raise BadRequest("stream_options: needs stream = true", param="stream_options")
-
-
-def _within(field: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise BadRequest(f"{field}: must be from {low} to {high}, got {value}", param=field)
-
-
-def _params(body: ChatBody) -> SamplingParams:
-    temperature = 1.0 if body.temperature is None else body.temperature
-    if not (math.isfinite(temperature) and 0 <= temperature <= 100):
-        raise BadRequest(f"temperature: must be from 0 to 100, got {temperature}", param="temperature")
-    top_p = 1.0 if body.top_p is None else body.top_p
-    if not 0 < top_p <= 1:
-        raise BadRequest(f"top_p: must be above 0 and at most 1, got {top_p}", param="top_p")
-    top_k = 0 if body.top_k is None or body.top_k == -1 else body.top_k  # -1 is other servers' word for all
-    _within("top_k", top_k, 0, 2**31 - 1)
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stop) > MAX_STOPS or not all(stop):
-        raise BadRequest(f"stop: at most {MAX_STOPS} texts, none of them empty", param="stop")
-    return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, stop=tuple(stop))
+    })
+    tools = () if body.tool_choice == "none" else _tools(body.tools or [])
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise BadRequest("give max_tokens or max_completion_tokens, not both", param="max_completion_tokens")
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    asked = asked_of(body, max_tokens=limit, logprobs=bool(body.logprobs), max_tokens_field=field)
+    return ChatRequest(asked=asked, messages=_messages(body.messages), tools=tools)
 
 
 def _messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.errors import ConfigError, PromptTooLong, TandemError
-from tandem.serve.chat import BadRequest
+from tandem.serve.requests import BadRequest
 
 log = logging.getLogger(__name__)
 Emit = Callable[[object], None]

@@ -1,93 +1,233 @@
-"""The OpenAI chat face of an engine: ``/v1/chat/completions``, ``/v1/models``, ``/health``.
+"""The OpenAI face of an engine: chat and text completions, models, health, metrics, and recorded sessions.
 
-Owns: routes, the shape of replies, and how a conversation becomes a prompt: on the very road of training, where an
-assistant's words are tokens of their own and nothing is rendered over. Refuses: loading models.
+Owns: routes, who is let in, and when a client is told to come again. Refuses: loading models.
+A path that begins with ``/sessions/NAME`` has the same routes and is recorded under that name.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
+import hmac
 import time
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route
 
-from tandem.core.errors import EngineError, PromptTooLong
-from tandem.core.protocols import TokenEngine
-from tandem.core.types import Completion, FinishReason, GenerateRequest, Ids, Message, Role, ToolSpec
-from tandem.core.wire import derive_seed
-from tandem.serve.answer import Answer, AnswerReader
-from tandem.serve.chat import BadRequest, ChatRequest, read_request
+from tandem.core.types import Ids, Message, Role, ids
+from tandem.serve.branches import read_branch
+from tandem.serve.chat import ChatBody, ChatRequest, checked
+from tandem.serve.completions import read_completion
 from tandem.serve.connection import Emit, Exchange, describe, error_body, json_response
-from tandem.text.render import Renderer
+from tandem.serve.generation import Generation, Made, Served
+from tandem.serve.requests import Asked, BadRequest, decode
+from tandem.serve.sessions import RecordedSession, Sessions
+from tandem.serve.shapes import ChatShape, TextShape
+from tandem.text.history import Prompt, first_prompt
 
 MAX_BODY_BYTES = 32 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What is served: an engine, how its model writes conversations, and the names that clients call it by."""
-
-    engine: TokenEngine
-    renderer: Renderer
-    names: tuple[str, ...]
-    max_context_tokens: int
+Endpoint = Callable[[Request], Awaitable[Response | Exchange]]
 
 
 def make_app(served: Served) -> Starlette:
     """The application. The engine is the caller's to close."""
-    started = int(time.time())
+    face = _Face(served, served.sessions or Sessions(served.renderer))
+    api = [
+        Route("/v1/chat/completions", face.endpoint(face.chat), methods=["POST"]),
+        Route("/v1/completions", face.endpoint(face.completions), methods=["POST"]),
+        Route("/v1/models", face.endpoint(face.models)),
+        Route("/v1/models/{model:path}", face.endpoint(face.model)),
+    ]
+    sessions = [
+        Route("/", face.endpoint(face.session), methods=["GET"]),
+        Route("/", face.endpoint(face.close_session), methods=["DELETE"]),
+        Route("/v1/branches", face.endpoint(face.branches), methods=["POST"]),
+        *api,
+    ]
+    return Starlette(
+        routes=[
+            *api,
+            Mount("/sessions/{session}", routes=sessions),
+            Route("/health", face.endpoint(face.health, open_to_all=True)),
+            Route("/metrics", face.endpoint(face.metrics, open_to_all=True)),
+        ],
+        exception_handlers={HTTPException: _http_error},
+    )
 
-    async def chat(request: Request) -> Response | Exchange:
-        try:
-            asked = read_request(await _body(request))
-            _check_model(served, asked.model)
-            prompt = await asyncio.to_thread(_prompt, served.renderer, asked.messages, asked.tools)
-            reply = _Reply(served, asked, prompt)
-        except Exception as error:  # the boundary to the client: every error becomes a status and a sentence
-            status, body = describe(error)
-            return json_response(body, status)
-        return Exchange(reply.run, stream=asked.stream)
 
-    async def models(request: Request) -> Response:
-        listed = [_model(served, name, started) for name in served.names]
-        return json_response({"object": "list", "data": listed})
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return json_response(error_body(message, kind="invalid_request_error"), error.status_code)
 
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        try:
-            _check_model(served, name)
-        except BadRequest as error:
-            status, body = describe(error)
-            return json_response(body, status)
-        return json_response(_model(served, name, started))
 
-    async def health(request: Request) -> Response:
-        stats = served.engine.stats()
+class _Face:
+    """What the routes do."""
+
+    def __init__(self, served: Served, sessions: Sessions) -> None:
+        self._served = served
+        self._sessions = sessions
+        self._started = int(time.time())
+
+    def endpoint(self, run: Endpoint, *, open_to_all: bool = False) -> Endpoint:
+        """The boundary to the client: every error becomes a status and a sentence."""
+
+        async def guarded(request: Request) -> Response | Exchange:
+            try:
+                if not open_to_all:
+                    self._let_in(request)
+                return await run(request)
+            except Exception as error:
+                status, body = describe(error)
+                response = json_response(body, status)
+                if status == 429:
+                    response.headers["retry-after"] = "1"
+                return response
+
+        return guarded
+
+    # ---- generation
+    async def chat(self, request: Request) -> Exchange:
+        asked = checked(decode(await _body(request), ChatBody))
+        self._admit(asked.asked)
+        session = self._session(request)
+        prompt = await asyncio.to_thread(self._chat_prompt, session, asked)
+        return Exchange(self._chat_work(asked, prompt, session), stream=asked.asked.stream)
+
+    async def completions(self, request: Request) -> Exchange:
+        if "session" in request.path_params:
+            raise BadRequest("a session records conversations: use /v1/chat/completions", status=404)
+        tokenizer = self._served.renderer.tokenizer
+        asked = read_completion(await _body(request), vocabulary=tokenizer.vocab_size)
+        self._admit(asked.asked)
+        prompts = [ids(tokenizer.encode(each)) if isinstance(each, str) else each for each in asked.prompts]
+        if empty := [number for number, prompt in enumerate(prompts) if not prompt]:
+            raise BadRequest(f"prompt: number {empty[0]} has no token", param="prompt")
+        texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in asked.prompts]
+        shape = TextShape(asked.asked, tokenizer, prompts, texts if asked.echo else ())
+        generation = Generation(self._served, asked.asked, prompts, shape, request_id=shape.id)
+        return Exchange(generation.run, stream=asked.asked.stream)
+
+    async def branches(self, request: Request) -> Response | Exchange:
+        """Fork a recorded conversation into several, each of which goes on by itself."""
+        asked = read_branch(await _body(request))
+        self._admit(asked.chat.asked)
+        session = self._session(request)
+        assert session is not None
+        prompt = await asyncio.to_thread(self._chat_prompt, session, asked.chat)
+        if asked.recorded and prompt.parent < 0:
+            raise BadRequest("messages: no answer of this session ends where the fork begins", param="messages")
+        return Exchange(self._chat_work(asked.chat, prompt, session), stream=False)
+
+    def _chat_prompt(self, session: RecordedSession | None, asked: ChatRequest) -> Prompt:
+        if session is not None:
+            return session.prompt(asked.messages, asked.tools)
+        stream = first_prompt(self._served.renderer, asked.messages, asked.tools)
+        return Prompt(token_ids=stream, parent=-1)
+
+    def _chat_work(
+        self, chat: ChatRequest, prompt: Prompt, session: RecordedSession | None
+    ) -> Callable[[Emit], Awaitable[object]]:
+        asked = chat.asked if session is None else _on_terms(chat.asked, session, prompt.token_ids, self._served)
+        shape = ChatShape(asked, self._served.renderer.tokenizer, prompt.token_ids)
+        generation = Generation(
+            self._served,
+            asked,
+            [prompt.token_ids],
+            shape,
+            request_id=shape.id,
+            tools=chat.tools,
+            max_context_tokens=session.terms.max_context_tokens if session else None,
+            on_made=None if session is None else lambda made: _keep(session, chat, prompt, made),
+        )
+        return generation.run
+
+    # ---- sessions
+    def _session(self, request: Request) -> RecordedSession | None:
+        name = request.path_params.get("session")
+        return None if name is None else self._sessions.enter(name)
+
+    async def session(self, request: Request) -> Response:
+        return json_response(self._sessions.get(request.path_params["session"]).shown())
+
+    async def close_session(self, request: Request) -> Response:
+        return json_response(self._sessions.close(request.path_params["session"]).shown())
+
+    # ---- about the server
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model(name) for name in self._served.names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        self._check_model(name)
+        return json_response(self._model(name))
+
+    async def health(self, request: Request) -> Response:
+        stats = self._served.engine.stats()
         return json_response({"status": "ok", "running": stats.num_running, "waiting": stats.num_waiting,
                               "weight_version": stats.version})  # fmt: skip
 
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return json_response(error_body(message, kind="invalid_request_error"), error.status_code)
+    async def metrics(self, request: Request) -> Response:
+        """The engine's counters in the Prometheus text format."""
+        stats = dataclasses.asdict(self._served.engine.stats())
+        lines = [f"# TYPE tandem_engine_{name} gauge\ntandem_engine_{name} {value}" for name, value in stats.items()]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
-    return Starlette(
-        routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/health", health),
-        ],
-        exception_handlers={HTTPException: http_error},
+    # ---- who and when
+    def _let_in(self, request: Request) -> None:
+        if not self._served.keys:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if not any(hmac.compare_digest(given, key.encode()) for key in self._served.keys):
+            raise BadRequest("the API key is missing or wrong", code="invalid_api_key", status=401)
+
+    def _admit(self, asked: Asked) -> None:
+        self._check_model(asked.model)
+        waiting = self._served.engine.stats().num_waiting
+        if waiting >= self._served.max_waiting:
+            raise BadRequest(f"{waiting} requests wait already; try again soon", code="overloaded", status=429)
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._served.names:
+            message = f"model: no model {name!r}; served: {', '.join(self._served.names)}"
+            raise BadRequest(message, param="model", code="model_not_found", status=404)
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "tandem",
+                "max_model_len": self._served.max_context_tokens}  # fmt: skip
+
+
+def _on_terms(asked: Asked, session: RecordedSession, prompt: Ids, served: Served) -> Asked:
+    """What the session's owner fixes, in place of what the client asked for."""
+    terms = session.terms
+    seed = session.begin()
+    changes: dict[str, object] = {} if seed is None else {"seed": seed}
+    if terms.params is not None:
+        limit = min(served.max_context_tokens, terms.max_context_tokens or served.max_context_tokens)
+        room = max(1, limit - len(prompt))
+        fixed = replace(asked.params, temperature=terms.params.temperature, top_p=terms.params.top_p,
+                        top_k=terms.params.top_k)  # fmt: skip
+        most = min(terms.params.max_tokens, room)
+        changes |= {"params": fixed, "max_tokens": most if asked.max_tokens is None else min(asked.max_tokens, most)}
+    return msgspec.structs.replace(asked, **changes)
+
+
+def _keep(session: RecordedSession, chat: ChatRequest, prompt: Prompt, made: Made) -> None:
+    reply = Message(role=Role.ASSISTANT, content=made.answer.content, tool_calls=made.answer.calls)
+    session.record(
+        prompt,
+        chat.messages,
+        chat.tools,
+        reply=reply,
+        completion=made.completion,
+        num_tokens=made.answer.num_tokens,
+        finish_reason=made.answer.finish_reason,
     )
 
 
@@ -98,134 +238,3 @@ async def _body(request: Request) -> bytes:
         if len(data) > MAX_BODY_BYTES:
             raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
     return bytes(data)
-
-
-def _check_model(served: Served, name: str) -> None:
-    if name not in served.names:
-        message = f"model: no model {name!r}; served: {', '.join(served.names)}"
-        raise BadRequest(message, param="model", code="model_not_found", status=404)
-
-
-def _model(served: Served, name: str, created: int) -> dict[str, object]:
-    limit = served.max_context_tokens
-    return {"id": name, "object": "model", "created": created, "owned_by": "tandem", "max_model_len": limit}
-
-
-def _prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Ids:
-    turns = [index for index, message in enumerate(messages) if message.role is Role.ASSISTANT]
-    stream = renderer.prompt(messages[: turns[0] if turns else len(messages)], tools)
-    for turn, following in pairwise([*turns, len(messages)]):
-        made = renderer.completion(messages[turn], tools)
-        stream = stream + made + renderer.continuation(made, messages[turn + 1 : following])
-    return stream
-
-
-class _Reply:
-    """One request on its way to an answer of ``num_choices`` choices."""
-
-    def __init__(self, served: Served, asked: ChatRequest, prompt: Ids) -> None:
-        room = served.max_context_tokens - len(prompt)
-        if room < (asked.max_tokens or 1):
-            wanted = f" and max_tokens {asked.max_tokens}" if asked.max_tokens else ""
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens{wanted}; the context holds {served.max_context_tokens}"
-            )
-        self._served, self._asked, self._prompt = served, asked, prompt
-        params = replace(asked.params, max_tokens=asked.max_tokens or room, stop=(),
-                         stop_token_ids=served.renderer.stop_token_ids)  # fmt: skip
-        self._params = params
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-
-    async def run(self, emit: Emit) -> object:
-        """Make all choices, emitting chunks on the way if the client streams; returns the whole reply."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._choice(index, emit)) for index in range(self._asked.num_choices)]
-        except BaseExceptionGroup as errors:  # the first failure ended the others
-            raise errors.exceptions[0] from None
-        outcomes = [task.result() for task in tasks]
-        usage = self._usage([answer for answer, _ in outcomes], outcomes[0][1])
-        if self._asked.stream and self._asked.include_usage:
-            emit(self._envelope("chat.completion.chunk") | {"choices": [], "usage": usage})
-        choices = [self._whole(index, *outcome) for index, outcome in enumerate(outcomes)]
-        extra = {"prompt_token_ids": self._prompt.tolist()} if self._asked.token_ids else {}
-        return self._envelope("chat.completion") | {"choices": choices, "usage": usage} | extra
-
-    async def _choice(self, index: int, emit: Emit) -> tuple[Answer, Completion]:
-        reader = AnswerReader(self._served.renderer, self._asked.tools, self._asked.params.stop)
-        request = GenerateRequest(
-            id=f"{self._id}-{index}",
-            prompt_ids=self._prompt,
-            params=self._params,
-            seed=derive_seed("serve", self._asked.seed, index),
-        )
-        aborts: list[asyncio.Task[None]] = []
-        begin: dict[str, object] = {"role": "assistant"}  # with the first chunk, so that an early error has its status
-
-        def say(delta: dict[str, object], ending: dict[str, object] | None = None) -> None:
-            if self._asked.stream and (delta or ending):
-                emit(self._chunk(index, begin | delta, ending))
-                begin.clear()
-
-        def hear(token_ids: Sequence[int]) -> None:
-            if words := reader.push(token_ids):
-                say({"content": words})
-            if reader.stopped and not aborts:
-                aborts.append(asyncio.ensure_future(self._served.engine.abort(request.id)))
-
-        completion = await self._served.engine.generate(request, on_tokens=hear)
-        await asyncio.gather(*aborts)
-        last, answer = reader.finish(completion.token_ids, completion.finish_reason)
-        if answer.finish_reason is FinishReason.ABORT:
-            raise EngineError(f"request {request.id} was aborted")
-        say({"content": last} if last else {})
-        say({"tool_calls": self._calls(index, answer, numbered=True)} if answer.calls else {})
-        say({}, self._ending(answer, completion))
-        return answer, completion
-
-    # ---- shapes
-    def _envelope(self, kind: str) -> dict[str, object]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._asked.model}
-
-    def _chunk(self, index: int, delta: dict[str, object], ending: dict[str, object] | None = None) -> object:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | (ending or {})
-        return self._envelope("chat.completion.chunk") | {"choices": [choice]}
-
-    def _whole(self, index: int, answer: Answer, completion: Completion) -> object:
-        message: dict[str, object] = {"role": "assistant", "content": answer.content}
-        if answer.calls:
-            message |= {"content": answer.content or None, "tool_calls": self._calls(index, answer)}
-        return {"index": index, "message": message} | self._ending(answer, completion)
-
-    def _ending(self, answer: Answer, completion: Completion) -> dict[str, object]:
-        ending: dict[str, object] = {"finish_reason": answer.finish_reason.value, "logprobs": None}
-        kept = completion.token_ids[: answer.num_tokens]
-        if self._asked.logprobs:
-            logprobs = completion.logprobs[: answer.num_tokens]
-            ending["logprobs"] = {"content": [self._logprob(*pair) for pair in zip(kept, logprobs, strict=True)]}
-        if self._asked.token_ids:
-            ending["token_ids"] = kept.tolist()
-        return ending
-
-    def _logprob(self, token_id: int, logprob: float) -> dict[str, object]:
-        text = self._served.renderer.tokenizer.decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-
-    def _calls(self, index: int, answer: Answer, *, numbered: bool = False) -> list[dict[str, object]]:
-        stem = f"call_{self._id[-12:]}_{index}"
-        calls: list[dict[str, object]] = []
-        for number, call in enumerate(answer.calls):
-            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-            made: dict[str, object] = {"id": f"{stem}_{number}", "type": "function", "function": function}
-            calls.append({"index": number} | made if numbered else made)
-        return calls
-
-    def _usage(self, answers: Sequence[Answer], first: Completion) -> dict[str, object]:
-        made = sum(answer.num_tokens for answer in answers)
-        return {
-            "prompt_tokens": len(self._prompt),
-            "completion_tokens": made,
-            "total_tokens": len(self._prompt) + made,
-            "prompt_tokens_details": {"cached_tokens": first.num_cached_tokens},
-        }

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.core.errors import PromptTooLong
 from tandem.core.types import Completion, EngineStats, FinishReason, GenerateRequest, WeightVersion, floats, ids
-from tandem.serve.openai import Served, make_app
+from tandem.serve.generation import Served
+from tandem.serve.openai import make_app
 from tandem.serve.server import serve_forever
 from tandem.text.render import Renderer
 from tandem.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ class ScriptedEngine:
         self.script = script
         self.step_s = step_s
         self.requests: list[GenerateRequest] = []
+        self.num_waiting = 0
         self.running: set[str] = set()
         self.cancelled: list[str] = []
         self._aborted: set[str] = set()
@@ -99,16 +101,22 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=len(self.running), num_waiting=0, blocks_in_use=0, blocks_total=0, prompt_tokens=0,
-            cached_tokens=0, generated_tokens=0, busy_s=0.0, version=3,
+            num_running=len(self.running), num_waiting=self.num_waiting, blocks_in_use=0, blocks_total=0,
+            prompt_tokens=0, cached_tokens=0, generated_tokens=0, busy_s=0.0, version=3,
         )  # fmt: skip
 
     async def close(self) -> None: ...
 
 
-def served(engine: ScriptedEngine, *, tool_format: str = "fence", max_context_tokens: int = 2048) -> Served:
+def served(
+    engine: ScriptedEngine, *, tool_format: str = "fence", max_context_tokens: int = 2048, **more: object
+) -> Served:
     return Served(
-        engine=engine, renderer=renderer(tool_format), names=("small", "run-7"), max_context_tokens=max_context_tokens
+        engine=engine,
+        renderer=renderer(tool_format),
+        names=("small", "run-7"),
+        max_context_tokens=max_context_tokens,
+        **more,
     )
 
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.core.types import Role
-from tandem.serve.chat import BadRequest, read_request
+from tandem.serve.chat import read_request
+from tandem.serve.requests import BadRequest
 
 USER = {"role": "user", "content": "hi"}
 
@@ -19,10 +20,10 @@ def request(**fields):
 
 
 def test_defaults():
-    asked = request()
+    asked, messages = request().asked, request().messages
     assert asked.max_tokens is None and asked.num_choices == 1 and not asked.stream
     assert (asked.params.temperature, asked.params.top_p, asked.params.top_k) == (1.0, 1.0, 0)
-    assert asked.messages[0].role is Role.USER
+    assert messages[0].role is Role.USER
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,29 @@ def test_a_client_that_goes_away_ends_its_requests(stream):
         return engine.cancelled
 
     assert len(talk(lambda _: say("A" * 1500), body, step_s=0.02)) == 2
+
+
+def test_keys_let_in_and_a_full_queue_says_come_again():
+    async def body(client, engine):
+        with pytest.raises(openai.AuthenticationError):
+            await create(client)
+        with pytest.raises(openai.AuthenticationError):
+            [model async for model in client.models.list()]
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key="key two", max_retries=0) as known:
+            reply = await create(known)
+            async with httpx.AsyncClient(base_url=str(client.base_url)) as plain:
+                open_to_all = [(await plain.get(path)).status_code for path in ("../health", "../metrics")]
+            engine.num_waiting = 4
+            with pytest.raises(openai.RateLimitError) as full:
+                await create(known)
+        return reply.choices[0].message.content, open_to_all, full.value.response.headers["retry-after"]
+
+    assert talk(lambda _: say("in"), body, keys=("key one", "key two"), max_waiting=4) == ("in", [200, 200], "1")
+
+
+def test_metrics_are_the_engines_counters():
+    async def body(client, engine):
+        async with httpx.AsyncClient(base_url=str(client.base_url)) as plain:
+            return (await plain.get("../metrics")).text
+
+    assert "tandem_engine_version 3" in talk(lambda _: say("x"), body).splitlines()
