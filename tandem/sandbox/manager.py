@@ -387,14 +387,12 @@ class SandboxManager:
             if live:
                 boxes = await self._transitions.fork_live(entry, specs)
             else:
-                snapshot_id, boxes = await self._transitions.fork_files(entry, specs)
+                snapshot_id, boxes = await self._transitions.fork_files(entry, specs, ids)
         except BaseException:
             for each in ids:
                 self._table.remove(each)
+                await self.snapshots.drop_all(each)
             raise
-        for each, box in zip(ids, boxes, strict=True):
-            if snapshot_id and not isinstance(box, Exception):
-                self.snapshots.hold(snapshot_id, each)
         took_s = time.monotonic() - started
         return [await self._child(record, box, snapshot_id, took_s)
                 for record, box in zip(records, boxes, strict=True)]
@@ -402,6 +400,7 @@ class SandboxManager:
     async def _child(self, record: BoxRecord, box: Box | Exception, snapshot_id: str, took_s: float) -> Child:
         if isinstance(box, Exception):
             self._table.remove(record.id)
+            await self.snapshots.drop_all(record.id)
             if isinstance(box, SandboxError):
                 return Child(error=box)
             return Child(error=SandboxError(f"a child of a fork failed: {type(box).__name__}: {box}"))

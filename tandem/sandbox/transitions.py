@@ -110,20 +110,27 @@ class Transitions:
                 self._moved(entry, "snapshot", started)
             return record
 
-    async def fork_files(self, entry: Entry, specs: Sequence[SandboxSpec]) -> tuple[str, list[Box | Exception]]:
-        """The snapshot that the children stand on (held by ``entry`` until it is dropped), and the children."""
+    async def fork_files(
+        self, entry: Entry, specs: Sequence[SandboxSpec], ids: Sequence[str]
+    ) -> tuple[str, list[Box | Exception]]:
+        """The snapshot that the children stand on, held by each of ``ids`` (also when this fails: the caller drops
+        it), and the children."""
         self._require(Ability.SNAPSHOT)
         async with entry.turn():
             started = time.monotonic()
             if entry.record.saved:
                 snapshot_id = entry.record.saved
+                for each in ids:
+                    self.snapshots.hold(snapshot_id, each)
                 return snapshot_id, await self._make_all(specs, await self.snapshots.root(snapshot_id))
             async with self._beside(entry, SandboxState.FORKING, f"fork into {len(specs)}"):
                 frozen = await _step(entry, entry.box.snapshot(), "its snapshot")
                 record = await self.snapshots.add(
                     frozen, entry.record.spec, sandbox_id=entry.id, parent=entry.record.parent, durable=False,
-                    kept=False, holder=entry.id,
+                    kept=False, holder=ids[0],
                 )
+                for each in (*ids, entry.id):
+                    self.snapshots.hold(record.id, each)
                 children = await self._make_all(specs, frozen.root)
                 await self._none_without(entry, children)
             await self._stand_on(entry, record.id)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from folderbox import FolderBackend, processes_in, stopped
+
+from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxSpec, SandboxState
+from tandem.core.errors import SandboxError
+from tandem.sandbox.audit import read, verify
+from tandem.sandbox.manager import SandboxManager
+from tandem.sandbox.records import BoxRecord
+from tandem.sandbox.recovery import rest_of
+from tandem.sandbox.snapshot import Snapshots
+
+ROOT = Path(__file__).parents[2]
+
+
+class Nowhere:
+    def emit(self, event: object, *, cause: int = -1) -> int:
+        return 0
+
+    def put_blob(self, data: bytes) -> str:
+        raise NotImplementedError
+
+
+def killed(folder: Path) -> dict[str, str]:
+    """What a server said before it was killed."""
+    path = f"{ROOT}:{ROOT / 'tests/sandbox'}"
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "tests/sandbox/killed_server.py"), str(folder)], stdout=subprocess.PIPE,
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
+    ) as server:
+        assert server.stdout is not None
+        said = server.stdout.readline()
+        server.send_signal(signal.SIGKILL)
+    return json.loads(said)
+
+
+def opened(folder: Path) -> SandboxManager:
+    backend = FolderBackend(folder / "backend")
+    return SandboxManager(SandboxSection(warm=0), Nowhere(), backend=backend, state=folder / "state")
+
+
+def test_a_killed_server_loses_no_box_and_leaks_none(tmp_path: Path) -> None:
+    ids = killed(tmp_path)
+
+    async def main() -> None:
+        manager = opened(tmp_path)
+        assert isinstance(manager.snapshots, Snapshots)
+        recovery = await manager.open()
+        names = {value: key for key, value in ids.items()}
+        undone = {names[each] for each in recovery.undone}
+        assert undone == {"pausing", "resuming", "snapshotting", "forking"}
+        assert len(recovery.adopted) == 9 and not recovery.lost  # eight by name, and the child
+        assert len(recovery.swept) == 2  # the children of the fork that was under way
+        rests = {names.get(record.id, "child"): record.state for record in manager.boxes().boxes}
+        paused = {name for name, state in rests.items() if state is SandboxState.PAUSED}
+        assert paused >= {"warm", "files", "resuming"} and paused - {"due"} == {"warm", "files", "resuming"}
+        assert len(manager.boxes(metadata={"for": "test"}).boxes) == 9
+        for name in ("running", "pausing", "snapshotting", "forking"):
+            assert await manager.session(ids[name]).files.read("name") == name.encode()
+        for name in ("warm", "files", "resuming"):
+            assert await manager.resume(ids[name])
+            assert await manager.session(ids[name]).files.read("name") == name.encode()
+        while manager.get(ids["due"]).state is not SandboxState.PAUSED:
+            await asyncio.sleep(0.01)
+        again = await manager.create(SandboxSpec(), snapshot="base")
+        assert await again.files.read("name") == b"saved" and again.id not in names
+        assert [record.id for record in manager.snapshots.kept()] == [ids["snapshot"]]
+        await manager.close()
+
+    asyncio.run(main())
+    assert processes_in(tmp_path) == []
+    assert not list((tmp_path / "backend" / "boxes").iterdir())
+    assert verify(tmp_path / "state" / "audit").bad is None
+    assert {line.action for line in read(tmp_path / "state" / "audit")} >= {"create", "pause", "fork", "kill", "open"}
+
+
+def test_boxes_that_died_with_their_server_are_said_to_be_lost(tmp_path: Path) -> None:
+    ids = killed(tmp_path)
+    for pid in processes_in(tmp_path / "backend" / "boxes"):
+        subprocess.run(["kill", "-9", str(pid)], check=True)
+
+    async def main() -> None:
+        manager = opened(tmp_path)
+        recovery = await manager.open()
+        assert set(recovery.adopted) == {ids["files"]} and ids["running"] in recovery.lost
+        assert list(manager.live) == [ids["files"]]
+        await manager.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_leaves_is_taken_up_by_the_next(tmp_path: Path) -> None:
+    async def first() -> str:
+        manager = opened(tmp_path)
+        await manager.open()
+        session = await manager.create(SandboxSpec())
+        await manager.pause(session.id)
+        with pytest.raises(SandboxError, match="belongs to the running server"):
+            opened(tmp_path)
+        await manager.leave()
+        return session.id
+
+    async def second(box_id: str) -> None:
+        manager = opened(tmp_path)
+        recovery = await manager.open()
+        assert recovery.adopted == [box_id] and not recovery.undone
+        (pid,) = processes_in(tmp_path / "backend" / "boxes")
+        assert stopped(pid) and await manager.resume(box_id) and not stopped(pid)
+        await manager.close()
+
+    asyncio.run(second(asyncio.run(first())))
+
+
+def test_a_box_that_cannot_be_brought_to_rest_is_ended(tmp_path: Path) -> None:
+    ids = killed(tmp_path)
+
+    async def main() -> None:
+        manager = opened(tmp_path)
+        assert isinstance(manager.backend, FolderBackend)
+        manager.backend.faults["resume"] = RuntimeError("no way")
+        recovery = await manager.open()
+        assert ids["running"] in recovery.lost and ids["warm"] in recovery.adopted
+        await manager.close()
+
+    asyncio.run(main())
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("state", "intent", "rest"), [
+    (SandboxState.PAUSING, "pause warm", SandboxState.RUNNING),
+    (SandboxState.RESUMING, "resume", SandboxState.PAUSED),
+    (SandboxState.FORKING, "fork into 3 from paused", SandboxState.PAUSED),
+    (SandboxState.SNAPSHOTTING, "snapshot from running", SandboxState.RUNNING),
+    (SandboxState.PAUSED, "", SandboxState.PAUSED),
+])
+def test_every_move_leads_back_to_where_it_began(state: SandboxState, intent: str, rest: SandboxState) -> None:
+    assert rest_of(BoxRecord(id="x", spec=SandboxSpec(), state=state, intent=intent)) is rest
