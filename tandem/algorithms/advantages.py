@@ -61,13 +61,41 @@ def leave_one_out(rewards: Rewards) -> list[float | None]:
     return _spread(rewards, scored - others)
 
 
+def plain(rewards: Rewards) -> list[float | None]:
+    """The rewards themselves, for methods whose credit is finished token by token."""
+    return _spread(rewards, _scored(rewards))
+
+
+def overlong(tokens: int, *, cap: int, buffer: int) -> float:
+    """What an answer of so many tokens adds to its reward: 0 up to ``cap - buffer``, from there on falling linearly to
+    -1 at ``cap`` (DAPO, arXiv:2503.14476, equation 13)."""
+    if tokens <= cap - buffer:
+        return 0.0
+    return -1.0 if tokens >= cap else (cap - buffer - tokens) / buffer
+
+
+def whitened(advantages: np.ndarray) -> np.ndarray:
+    """Mean 0 and deviation 1 (of the population) over all tokens of a step; without contrast exactly 0."""
+    if is_flat(advantages):
+        return np.zeros_like(advantages)
+    return (advantages - advantages.mean()) / advantages.std()
+
+
 def generalised(
-    reward: float, values: Sequence[float], mask: Sequence[int], *, discount: float, decay: float
+    reward: float,
+    values: Sequence[float] | np.ndarray,
+    mask: Sequence[int] | np.ndarray,
+    *,
+    discount: float,
+    decay: float,
+    penalties: Sequence[float] | np.ndarray | None = None,
 ) -> np.ndarray:
-    """Generalised advantage estimation (gamma ``discount``, lambda ``decay``) of one trajectory.
+    """Generalised advantage estimation (gamma ``discount``, lambda ``decay``) of one trajectory (Schulman et al. 2016,
+    arXiv:1506.02438, equation 16).
 
     Time advances only on the policy's own tokens: observation tokens are no steps, whatever ``values`` holds
-    there is not read, and they get 0. ``reward`` arrives after the last of the policy's tokens.
+    there is not read, and they get 0. ``reward`` arrives after the last of the policy's tokens; ``penalties`` are
+    taken from the reward token by token.
     """
     steps = np.flatnonzero(np.asarray(mask, dtype=np.int8))
     if len(values) != len(mask):
@@ -75,6 +103,8 @@ def generalised(
     advantages = np.zeros(len(mask), dtype=np.float64)
     following_value, following_advantage, gain = 0.0, 0.0, float(reward)
     for step in steps[::-1]:
+        if penalties is not None:
+            gain -= float(penalties[step])
         surprise = gain + discount * following_value - values[step]
         advantages[step] = surprise + discount * decay * following_advantage
         following_value, following_advantage, gain = float(values[step]), float(advantages[step]), 0.0

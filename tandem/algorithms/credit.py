@@ -7,13 +7,15 @@ makes no sample; the first token of a trajectory has no predecessor and never le
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
-from tandem.algorithms.spec import AlgorithmSpec, function_named
+from tandem.algorithms.advantages import generalised, overlong, whitened
+from tandem.algorithms.spec import AlgorithmSpec, Data, function_named
 from tandem.core.types import Floats, Group, Ids, Mask, Sample, Trajectory, floats, ids
 
 
@@ -36,12 +38,13 @@ def stamp(spec: AlgorithmSpec, group: Group, trajectories: Sequence[Trajectory])
     """
     if spec.credit is None:
         raise ValueError(f"{spec.name} gives no credit for rewards; its samples are demonstrations")
-    rewards = [episode.reward for episode in group.episodes]
+    rewards = _shaped(spec, group, trajectories)
     credit = function_named(spec.credit)
     advantages = cast("list[float | None]", credit(rewards))
     if len(advantages) != len(rewards):
         raise ValueError(f"{spec.credit} gave {len(advantages)} advantages for {len(rewards)} episodes of {group.id}")
     by_episode = {episode.id: advantage for episode, advantage in zip(group.episodes, advantages, strict=True)}
+    shaped = {episode.id: reward for episode, reward in zip(group.episodes, rewards, strict=True)}
     samples = []
     for trajectory in trajectories:
         if trajectory.episode_id not in by_episode:
@@ -56,9 +59,85 @@ def stamp(spec: AlgorithmSpec, group: Group, trajectories: Sequence[Trajectory])
                 advantages=pack_floats(learns * np.float32(advantage)),
                 rl_weights=pack_floats(learns),
                 ce_weights=floats([0.0]) * len(learns),
+                reward=shaped[trajectory.episode_id],
             )
         )
     return samples
+
+
+def _shaped(spec: AlgorithmSpec, group: Group, trajectories: Sequence[Trajectory]) -> list[float | None]:
+    """The rewards of a group, those of over-long answers lowered."""
+    rewards = [episode.reward for episode in group.episodes]
+    if not spec.overlong_cap:
+        return rewards
+    lengths = dict.fromkeys((episode.id for episode in group.episodes), 0)
+    for trajectory in trajectories:
+        if trajectory.episode_id in lengths:
+            lengths[trajectory.episode_id] = max(lengths[trajectory.episode_id], sum(trajectory.loss_mask))
+    punished = [
+        overlong(lengths[episode.id], cap=spec.overlong_cap, buffer=spec.overlong_buffer) for episode in group.episodes
+    ]
+    return [None if reward is None else reward + less for reward, less in zip(rewards, punished, strict=True)]
+
+
+def needs_settling(spec: AlgorithmSpec) -> bool:
+    """Whether credit depends on streams or on the whole step, not on a group's rewards alone."""
+    return spec.critic or spec.whiten or spec.teacher or spec.kl_reward_weight > 0
+
+
+def settle(spec: AlgorithmSpec, samples: Sequence[Sample]) -> list[Sample]:
+    """Finish the credit of all samples of a step, once they carry the streams that ``spec`` needs.
+
+    A KL in the reward is k1 of sampler against reference, token by token: a token is charged for itself and for the
+    policy's tokens after it (REINFORCE++; with a critic GAE does the same). Whitening is last.
+    """
+    if not needs_settling(spec):
+        return list(samples)
+    settled = [_settled(spec, sample) for sample in samples]
+    if not spec.whiten:
+        return settled
+    learn = [np.frombuffer(sample.rl_weights, dtype=np.float32) != 0 for sample in settled]
+    streams = [np.frombuffer(sample.advantages, dtype=np.float32).astype(np.float64) for sample in settled]
+    if not streams:
+        return settled
+    even = whitened(np.concatenate([stream[flags] for stream, flags in zip(streams, learn, strict=True)]))
+    begin = 0
+    for stream, flags in zip(streams, learn, strict=True):
+        stream[flags] = even[begin : begin + int(flags.sum())]
+        begin += int(flags.sum())
+    return [
+        dataclasses.replace(sample, advantages=pack_floats(stream))
+        for sample, stream in zip(settled, streams, strict=True)
+    ]
+
+
+def _settled(spec: AlgorithmSpec, sample: Sample) -> Sample:
+    learns = np.frombuffer(sample.rl_weights, dtype=np.float32) != 0
+    sampled = np.frombuffer(sample.trajectory.logprobs, dtype=np.float32).astype(np.float64)
+    advantages = np.frombuffer(sample.advantages, dtype=np.float32).astype(np.float64)
+    penalties = np.zeros(len(learns))
+    if spec.teacher or spec.kl_reward_weight:
+        if sample.reference_logprobs is None:
+            raise ValueError(f"{spec.name} needs reference log-probabilities, but {_name(sample)} carries none")
+        reference = np.frombuffer(sample.reference_logprobs, dtype=np.float32).astype(np.float64)
+        if spec.teacher:
+            return dataclasses.replace(sample, advantages=pack_floats(np.where(learns, reference - sampled, 0.0)))
+        penalties = np.where(learns, spec.kl_reward_weight * (sampled - reference), 0.0)
+    if not spec.critic:
+        later = np.cumsum(penalties[::-1])[::-1]
+        return dataclasses.replace(sample, advantages=pack_floats(np.where(learns, advantages - later, 0.0)))
+    if sample.values is None or sample.reward is None:
+        raise ValueError(f"{spec.name} needs values and a reward, but {_name(sample)} lacks one of them")
+    values = np.frombuffer(sample.values, dtype=np.float32).astype(np.float64)
+    advantages = generalised(
+        sample.reward, values, learns, discount=spec.discount, decay=spec.decay, penalties=penalties
+    )
+    returns = np.where(learns, advantages + np.where(learns, values, 0.0), 0.0)
+    return dataclasses.replace(sample, advantages=pack_floats(advantages), returns=pack_floats(returns))
+
+
+def _name(sample: Sample) -> str:
+    return f"the sample of {sample.trajectory.episode_id}"
 
 
 def demonstration(sample_id: str, token_ids: Ids, mask: Mask) -> Sample:
@@ -77,6 +156,21 @@ def demonstration(sample_id: str, token_ids: Ids, mask: Mask) -> Sample:
     return Sample(trajectory=trajectory, advantages=nothing, rl_weights=nothing, ce_weights=pack_floats(learns))
 
 
+def preference(better: Sample, worse: Sample) -> tuple[Sample, Sample]:
+    """Two demonstrations as one pair, in this order: the tokens that would be learned are compared instead."""
+    return _compared(better, 1.0), _compared(worse, -1.0)
+
+
+def _compared(sample: Sample, side: float) -> Sample:
+    learns = np.frombuffer(sample.ce_weights, dtype=np.float32)
+    return dataclasses.replace(
+        sample,
+        advantages=pack_floats(learns * np.float32(side)),
+        rl_weights=sample.ce_weights,
+        ce_weights=floats([0.0]) * len(learns),
+    )
+
+
 def num_loss_tokens(sample: Sample) -> int:
     """Tokens of a sample that carry any loss weight: what the normaliser counts."""
     rl = np.frombuffer(sample.rl_weights, dtype=np.float32)
@@ -86,10 +180,10 @@ def num_loss_tokens(sample: Sample) -> int:
 
 def has_gradient(spec: AlgorithmSpec, sample: Sample) -> bool:
     """Whether a forward pass over the sample can change any weight. Without contrast (advantage 0) and without
-    a KL penalty it cannot; such samples still count in the normaliser."""
+    a KL penalty or entropy bonus it cannot; such samples still count in the normaliser."""
     if np.frombuffer(sample.ce_weights, dtype=np.float32).any():
         return True
     rl = np.frombuffer(sample.rl_weights, dtype=np.float32)
-    if spec.needs_reference:
+    if spec.kl_weight > 0 or spec.entropy_weight > 0 or spec.data is Data.PREFERENCES:
         return bool(rl.any())
     return bool((rl * np.frombuffer(sample.advantages, dtype=np.float32)).any())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.algorithms.spec import AlgorithmSpec, Ratio
+from tandem.algorithms.spec import AlgorithmSpec, Importance, Ratio
 
 # exp() of a log-ratio stops growing here (e^20 = 4.9e8, far outside any clip range), so that a token both
 # policies disagree about completely cannot make the loss of the whole step infinite.
@@ -32,6 +32,15 @@ class LossTokens:
     ce_shares_N: Tensor
     sequence_N: Tensor  # int64
     num_sequences: int
+    old_N: Tensor | None = None  # under the weights that the step began with; None: the sampler's are those
+    entropy_N: Tensor | None = None  # with gradient where the method has an entropy bonus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFacts:
+    """What a loss over pairs tells about itself."""
+
+    margin_P: Tensor  # above 0: the better answer is preferred
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,7 @@ class TokenLosses:
     loss: Tensor
     ratio_N: Tensor
     clipped_N: Tensor  # bool: the clip holds the token's gradient back
+    pairs: PairFacts | None = None
 
 
 def ratios(kind: Ratio, logprobs_N: Tensor, sampled_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
@@ -88,22 +98,63 @@ def kl_k3(policy_N: Tensor, reference_N: Tensor) -> Tensor:
     return difference_N.clamp(max=LOG_RATIO_CAP).expm1() - difference_N
 
 
-def token_losses(spec: AlgorithmSpec, tokens: LossTokens) -> TokenLosses:
-    """The loss of every built-in method: clipped or plain policy gradient, KL penalty, cross-entropy."""
-    logprobs_N = tokens.logprobs_N.float()
-    clipped_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
-    ratio_N = ratios(spec.ratio, logprobs_N, tokens.sampled_N, tokens.sequence_N, tokens.num_sequences)
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def importance_weights(
+    spec: AlgorithmSpec, old_N: Tensor, sampled_N: Tensor, sequence_N: Tensor, num_sequences: int
+) -> Tensor:
+    """Probability under the step's first weights over that under the sampler's, bounded; a constant.
+
+    Truncated: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training", min(w, cap).
+    Masked: 0 outside of [1 / cap, cap] (IcePop, Ling team 2025). At the level of sequences w is the product over the
+    policy's tokens of the sequence, the same for each of them.
+    """
+    log_N = (old_N.float() - sampled_N.float()).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
+    if spec.importance_level is Ratio.SEQUENCE:
+        log_N = log_N.new_zeros(num_sequences).index_add(0, sequence_N, log_N)[sequence_N]
+        log_N = log_N.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
+    weight_N = log_N.exp().detach()
+    if spec.importance is Importance.TRUNCATED:
+        return weight_N.clamp(max=spec.importance_cap)
+    inside_N = (weight_N >= 1.0 / spec.importance_cap) & (weight_N <= spec.importance_cap)
+    return torch.where(inside_N, weight_N, 0.0)
+
+
+def _policy_losses(spec: AlgorithmSpec, tokens: LossTokens, logprobs_N: Tensor, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The policy-gradient loss of each token, and where a clip took hold."""
+    nowhere_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
+    advantages_N = tokens.advantages_N
     if spec.ratio is Ratio.NONE:
-        policy_N = -logprobs_N * tokens.advantages_N
-    elif spec.clip_low is None or spec.clip_high is None:
-        policy_N = -ratio_N * tokens.advantages_N
-    else:
-        policy_N, clipped_N = clipped(
-            ratio_N, tokens.advantages_N, spec.clip_low, spec.clip_high, spec.clip_dual
+        return -logprobs_N * advantages_N, nowhere_N
+    if spec.clip_weight:
+        low, high = 1.0 - (1.0 if spec.clip_low is None else spec.clip_low), 1.0 + (spec.clip_high or 0.0)
+        weight_N = ratio_N.detach().clamp(low, high)
+        return -weight_N * advantages_N * logprobs_N, weight_N != ratio_N.detach()
+    if spec.clip_low is None or spec.clip_high is None:
+        return -ratio_N * advantages_N, nowhere_N
+    return clipped(ratio_N, advantages_N, spec.clip_low, spec.clip_high, spec.clip_dual)
+
+
+def token_losses(spec: AlgorithmSpec, tokens: LossTokens) -> TokenLosses:
+    """The loss of every built-in method on tokens: policy gradient, KL penalty, entropy bonus, cross-entropy."""
+    logprobs_N = tokens.logprobs_N.float()
+    old_N = tokens.sampled_N if tokens.old_N is None else tokens.old_N
+    ratio_N = ratios(spec.ratio, logprobs_N, old_N, tokens.sequence_N, tokens.num_sequences)
+    policy_N, clipped_N = _policy_losses(spec, tokens, logprobs_N, ratio_N)
+    if spec.importance is not Importance.NONE:
+        if tokens.old_N is None:
+            raise ValueError(f"{spec.name} weighs by importance, but the samples carry no log-probabilities of old weights")
+        policy_N = policy_N * importance_weights(
+            spec, tokens.old_N, tokens.sampled_N, tokens.sequence_N, tokens.num_sequences
         )
     if spec.kl_weight > 0:
         if tokens.reference_N is None:
             raise ValueError(f"{spec.name} has a KL penalty, but the samples carry no reference log-probabilities")
-        policy_N = policy_N + spec.kl_weight * kl_k3(logprobs_N, tokens.reference_N)
+        policy_N = policy_N + spec.kl_weight * KL[spec.kl_estimator](logprobs_N, tokens.reference_N)
+    if spec.entropy_weight > 0:
+        if tokens.entropy_N is None:
+            raise ValueError(f"{spec.name} has an entropy bonus, but was given no entropies")
+        policy_N = policy_N - spec.entropy_weight * tokens.entropy_N
     loss = (tokens.rl_shares_N * policy_N).sum() - (tokens.ce_shares_N * logprobs_N).sum()
     return TokenLosses(loss=loss, ratio_N=ratio_N.detach(), clipped_N=clipped_N)

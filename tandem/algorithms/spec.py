@@ -26,44 +26,101 @@ class Ratio(StrEnum):
 
 
 class Aggregate(StrEnum):
-    """How per-token losses become one number. All three are one weight per token, fixed for the whole step."""
+    """How per-token losses become one number. All are one weight per token, fixed for the whole step."""
 
     TOKEN_MEAN = "token_mean"  # 1 / loss tokens of the step
     SEQUENCE_MEAN = "sequence_mean"  # 1 / (sequences of the step x loss tokens of this sequence)
     CONSTANT_LENGTH = "constant_length"  # 1 / (sequences of the step x length cap)
+    PAIR_MEAN = "pair_mean"  # 2 / sequences of the step: each pair counts once
+
+
+class Data(StrEnum):
+    """What a method learns from."""
+
+    EPISODES = "episodes"  # groups of rollouts with rewards
+    DEMONSTRATIONS = "demonstrations"  # finished conversations
+    PREFERENCES = "preferences"  # pairs of a better and a worse answer
+
+
+class Importance(StrEnum):
+    """How the weight of old to sampler's policy is bounded, where samples are stale or of another engine."""
+
+    NONE = "none"  # no such weight: the sampler's log-probabilities are the old policy's
+    TRUNCATED = "truncated"  # at most the cap
+    MASKED = "masked"  # outside [1 / cap, cap] the token (or sequence) has no loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
     """One method. ``credit`` maps the rewards of a group to advantages (None: supervised, no rewards);
-    both ``credit`` and ``loss`` are ``module:attribute`` names."""
+    both ``credit`` and ``loss`` are ``module:attribute`` names. ``source`` is the paper it follows."""
 
     name: str
     summary: str
     credit: str | None
     aggregate: Aggregate
+    source: str = ""
+    data: Data = Data.EPISODES
     loss: str = "tandem.algorithms.losses:token_losses"
     ratio: Ratio = Ratio.TOKEN
-    clip_low: float | None = None  # None: the ratio is not clipped
+    clip_low: float | None = None  # None: the ratio is not clipped from below
     clip_high: float | None = None
     clip_dual: float | None = None  # None: nothing bounds the ratio where the advantage is negative
-    kl_weight: float = 0.0
+    clip_weight: bool = False  # the clipped ratio is a constant weight of the log-probability (CISPO)
+    kl_weight: float = 0.0  # of the KL to the reference, in the loss
+    kl_reward_weight: float = 0.0  # of the KL to the reference, taken from the reward
+    kl_estimator: str = "k3"  # of the KL in the loss
+    entropy_weight: float = 0.0  # of the entropy bonus
     drop_flat: bool = False  # a group whose advantages are all 0 does not count in the normaliser
+    whiten: bool = False  # advantages of the step's tokens are brought to mean 0 and deviation 1
+    critic: bool = False  # advantages come from values (GAE), and a value model is trained beside
+    discount: float = 1.0  # gamma of GAE
+    decay: float = 1.0  # lambda of GAE
+    teacher: bool = False  # the reference is another model, and the advantage its log-ratio to the sampler
     length_cap: int = 0  # of CONSTANT_LENGTH
+    overlong_cap: int = 0  # over-long shaping: answers from here on have their reward lowered by 1; 0: none
+    overlong_buffer: int = 0  # ... and by less in the last so many tokens before
+    importance: Importance = Importance.NONE
+    importance_level: Ratio = Ratio.TOKEN  # SEQUENCE: the product over the sequence
+    importance_cap: float = 2.0
+    beta: float = 0.1  # strength of the implicit KL of preference methods
+    label_smoothing: float = 0.0  # share of preference labels taken to be wrong
+    passes: int = 1  # optimizer passes over the samples of a step
+    minibatches: int = 1  # optimizer updates in one pass
 
     @property
     def needs_reference(self) -> bool:
         """Whether samples must carry log-probabilities of the reference weights."""
-        return self.kl_weight > 0
+        return self.kl_weight > 0 or self.kl_reward_weight > 0 or self.teacher or self.loss.endswith("preference_loss")
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether samples must carry log-probabilities of the weights that a step begins with."""
+        return self.importance is not Importance.NONE
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.passes * self.minibatches
 
 
+_GRPO = "tandem.algorithms.catalog.grpo"
+_PAIRS = "tandem.algorithms.catalog.preference"
 BUILTIN = {
     "sft": "tandem.algorithms.catalog.sft:SFT",
-    "grpo": "tandem.algorithms.catalog.grpo:GRPO",
-    "dr_grpo": "tandem.algorithms.catalog.grpo:DR_GRPO",
-    "dapo": "tandem.algorithms.catalog.grpo:DAPO",
-    "gspo": "tandem.algorithms.catalog.grpo:GSPO",
-    "rloo": "tandem.algorithms.catalog.grpo:RLOO",
+    "grpo": f"{_GRPO}:GRPO",
+    "dr_grpo": f"{_GRPO}:DR_GRPO",
+    "dapo": f"{_GRPO}:DAPO",
+    "gspo": f"{_GRPO}:GSPO",
+    "rloo": f"{_GRPO}:RLOO",
+    "cispo": f"{_GRPO}:CISPO",
+    "reinforce_pp": "tandem.algorithms.catalog.reinforce:REINFORCE_PP",
+    "reinforce_pp_baseline": "tandem.algorithms.catalog.reinforce:REINFORCE_PP_BASELINE",
+    "ppo": "tandem.algorithms.catalog.ppo:PPO",
+    "distil": "tandem.algorithms.catalog.distil:DISTIL",
+    "dpo": f"{_PAIRS}:DPO",
+    "cdpo": f"{_PAIRS}:CDPO",
+    "ipo": f"{_PAIRS}:IPO",
+    "reward": f"{_PAIRS}:REWARD",
 }
 
 
@@ -81,23 +138,81 @@ def resolve(section: AlgorithmSection) -> AlgorithmSpec:
     found = algorithms().resolve(section.name)
     if not isinstance(found, AlgorithmSpec):
         raise ConfigError(f"algorithm.name = {section.name!r} is of type {type(found).__name__}, not AlgorithmSpec")
-    changes: dict[str, object] = {}
-    sides = {"clip_low": section.clip_low, "clip_high": section.clip_high, "clip_dual": section.clip_dual}
-    for side, value in sides.items():
-        if value is None:
-            continue
-        if found.clip_low is None:
+    given = {
+        key: value for key, value in section.model_dump().items() if value is not None and key not in ("name", "teacher")
+    }
+    if found.aggregate is not Aggregate.CONSTANT_LENGTH:
+        given.pop("length_cap")  # its default is a number
+    for key in given:
+        if reason := _does_not_apply(found, key):
             raise ConfigError(
-                f"algorithm.{side} is set, but {found.name} does not clip",
-                hint=f"remove algorithm.{side} or choose grpo",
+                f"algorithm.{key} is set, but {found.name} {reason}", hint=f"remove algorithm.{key}, or choose another method"
             )
-        changes[side] = value
-    if section.kl_weight and found.credit is None:
-        raise ConfigError(f"algorithm.kl_weight is set, but {found.name} has no policy-gradient tokens to weigh")
-    changes["kl_weight"] = section.kl_weight or found.kl_weight
-    if found.aggregate is Aggregate.CONSTANT_LENGTH:
-        changes["length_cap"] = section.length_cap
-    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+    for key, kind in (("importance", Importance), ("importance_level", Ratio)):
+        if key in given:
+            given[key] = kind(given[key])
+    spec = dataclasses.replace(found, **given)  # type: ignore[arg-type]
+    _check(spec, section)
+    return spec
+
+
+def _does_not_apply(spec: AlgorithmSpec, key: str) -> str:
+    """Why a knob would change nothing; empty when it binds."""
+    episodes = spec.data is Data.EPISODES
+    match key:
+        case "clip_low":
+            return "" if spec.clip_low is not None else "does not clip there"
+        case "clip_high":
+            return "" if spec.clip_high is not None else "does not clip"
+        case "clip_dual":
+            return "" if spec.clip_low is not None and not spec.clip_weight else "does not clip there"
+        case "beta":
+            return "" if spec.loss.endswith("preference_loss") else "is no method with an implicit KL"
+        case "label_smoothing":
+            return "" if spec.data is Data.PREFERENCES and spec.name != "ipo" else "has no labels to smooth"
+        case "kl_weight" | "kl_reward_weight" | "kl_estimator" | "entropy_weight":
+            return "" if episodes else "has no policy-gradient tokens to weigh"
+        case "discount" | "decay":
+            return "" if spec.critic else "has no critic"
+        case "passes" | "minibatches" | "importance" | "importance_level" | "importance_cap" | "whiten":
+            return "" if episodes else "learns from no rollouts"
+        case "overlong_cap" | "overlong_buffer":
+            return "" if episodes and not spec.teacher else "has no rewards to shape"
+    return ""
+
+
+def _check(spec: AlgorithmSpec, section: AlgorithmSection) -> None:
+    if spec.kl_weight and spec.kl_reward_weight:
+        raise ConfigError(
+            "the KL to the reference is both in the loss (algorithm.kl_weight) and in the reward "
+            "(algorithm.kl_reward_weight)", hint="set one of the two to 0",
+        )  # fmt: skip
+    if spec.kl_weight and spec.kl_estimator == "k1":
+        raise ConfigError(
+            "algorithm.kl_estimator = \"k1\" in the loss has a gradient of 0 on average: the penalty would not pull",
+            hint="k2 or k3, or put the KL into the reward: algorithm.kl_reward_weight (always k1)",
+        )
+    if section.kl_estimator is not None and not spec.kl_weight:
+        raise ConfigError("algorithm.kl_estimator is set, but algorithm.kl_weight is 0: it changes nothing")
+    if spec.importance is Importance.NONE and (section.importance_cap or section.importance_level):
+        raise ConfigError(
+            "algorithm.importance_cap or importance_level is set, but algorithm.importance is none: they change nothing"
+        )
+    if spec.overlong_buffer > spec.overlong_cap:
+        raise ConfigError(
+            f"algorithm.overlong_buffer ({spec.overlong_buffer}) is above algorithm.overlong_cap ({spec.overlong_cap})"
+        )
+    if spec.teacher and not section.teacher:
+        raise ConfigError(f"{spec.name} needs a teacher", hint="set algorithm.teacher to a model folder")
+    if section.teacher and not spec.teacher:
+        raise ConfigError(f"algorithm.teacher is set, but {spec.name} has none", hint="algorithm.name = \"distil\"")
+    if spec.teacher and (spec.kl_weight or spec.kl_reward_weight):
+        raise ConfigError(f"{spec.name} takes no KL penalty: its reference is the teacher")
+    if spec.ratio is Ratio.NONE and spec.updates_per_step > 1:
+        raise ConfigError(
+            f"{spec.name} has no ratio of new to old policy: a second update on the same samples would be biased",
+            hint="algorithm.passes = 1 and minibatches = 1, or a method with a ratio",
+        )
 
 
 def function_named(target: str) -> Callable[..., object]:

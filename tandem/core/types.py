@@ -270,13 +270,19 @@ class Trajectory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A trajectory with credit. All streams run along ``trajectory.token_ids``; ``rl_weights`` and
-    ``ce_weights`` multiply the policy-gradient and the cross-entropy loss of each token (0: no loss)."""
+    ``ce_weights`` multiply the policy-gradient and the cross-entropy loss of each token (0: no loss).
+    ``reward`` is the episode's, where there was one; ``old_logprobs`` are those of the weights that the step begins
+    with, ``values`` a critic's for what comes before each token, ``returns`` what the critic should have said."""
 
     trajectory: Trajectory
     advantages: Floats
     rl_weights: Floats
     ce_weights: Floats
     reference_logprobs: Floats | None = None
+    old_logprobs: Floats | None = None
+    values: Floats | None = None
+    returns: Floats | None = None
+    reward: float | None = None
 
     def __post_init__(self) -> None:
         same_length(
@@ -286,6 +292,9 @@ class Sample:
             rl_weights=self.rl_weights,
             ce_weights=self.ce_weights,
             reference_logprobs=self.reference_logprobs,
+            old_logprobs=self.old_logprobs,
+            values=self.values,
+            returns=self.returns,
         )
 
 

@@ -130,21 +130,27 @@ class TokenLogprobs(torch.autograd.Function):
             entropies.append(-(logp.exp() * logp).sum(1))
         ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T)
         ctx.project, ctx.chunk = project, chunk
+        ctx.set_materialize_grads(False)  # nobody differentiates the entropy: no gradient of zeros is carried through
         empty = hidden_TD.new_empty(0, dtype=torch.float32)
         entropy_T = torch.cat(entropies) if entropies else empty
-        ctx.mark_non_differentiable(entropy_T)
         return (torch.cat(logprobs) if logprobs else empty), entropy_T
 
     @staticmethod
-    def backward(ctx, grad_T, _):
+    def backward(ctx, grad_T, grad_entropy_T):
         hidden_TD, head_VD, targets_T, temperature_T = ctx.saved_tensors
         dhidden = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         dhead = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for begin in range(0, hidden_TD.shape[0], ctx.chunk):
             rows = slice(begin, begin + ctx.chunk)
             logp = row_logprobs(ctx.project(hidden_TD[rows], head_VD), temperature_T[rows])
-            scaled = (grad_T[rows] / temperature_T[rows])[:, None]
-            dlogits = logp.exp_().mul_(-scaled)
+            grad = logp.new_zeros(logp.shape[0]) if grad_T is None else grad_T[rows]
+            scaled = (grad / temperature_T[rows])[:, None]
+            if grad_entropy_T is None:
+                dlogits = logp.exp_().mul_(-scaled)
+            else:  # d entropy / d logit = -p (log p + entropy) / temperature
+                p = logp.exp()
+                pull = (grad_entropy_T[rows] / temperature_T[rows])[:, None]
+                dlogits = -p * (scaled + pull * (logp - (p * logp).sum(1, keepdim=True)))
             dlogits.scatter_add_(1, targets_T[rows, None], scaled)
             dlogits = dlogits.to(hidden_TD.dtype)
             if dhidden is not None:

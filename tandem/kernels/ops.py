@@ -133,7 +133,7 @@ class Ops:
         temperature_T: Tensor,
         chunk: int = functions.HEAD_CHUNK,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each row's target at its temperature, and the entropy (no gradient), both float32
+        """Log-probability of each row's target at its temperature, and the entropy, both float32
         ``[T]``. Logits exist for ``chunk`` rows at a time."""
         return functions.TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, self.logits, chunk)
 

@@ -8,13 +8,14 @@ left out of the rows but count in the normaliser; nothing is dropped without an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tandem.algorithms.credit import has_gradient, num_loss_tokens, stamp
-from tandem.algorithms.spec import AlgorithmSpec
+from tandem.algorithms.spec import AlgorithmSpec, Data
 from tandem.config.sections.engine import TrainSection
 from tandem.core.events import GroupDropped
 from tandem.core.protocols import EventSink
@@ -35,12 +36,12 @@ class Admitted:
 
 
 class Batcher:
-    """Admits groups for one algorithm. ``staleness`` is the most weight versions between sampling and training."""
+    """Admits groups for one algorithm. ``staleness`` is the most steps between sampling and training."""
 
     def __init__(self, algorithm: AlgorithmSpec, train: TrainSection, *, staleness: int, sink: EventSink) -> None:
         self.algorithm = algorithm
         self._train = train
-        self._staleness = staleness
+        self._staleness = staleness * algorithm.updates_per_step  # each update of a step is a version
         self._sink = sink
 
     def admit(self, records: Sequence[GroupRecord], *, version: int) -> Admitted:
@@ -76,8 +77,16 @@ class Batcher:
         )
 
     def plan(self, step: int, samples: Sequence[Sample]) -> BatchPlan:
-        """Close the plan of a step."""
+        """Close the plan of a step with one update."""
         return make_plan(step, samples, self.algorithm, self._train)
+
+    def plans(self, step: int, samples: Sequence[Sample]) -> Iterator[BatchPlan]:
+        """The plans of all updates of a step: in each pass the same minibatches, of whole groups as far as there are
+        enough, in order. Each minibatch is its own normaliser."""
+        parts = minibatches(samples, self.algorithm.minibatches)
+        for _ in range(self.algorithm.passes):
+            for part in parts:
+                yield self.plan(step, part)
 
     def _refusal(self, group: Group, trajectories: Sequence[Trajectory], version: int) -> tuple[str, str]:
         """Why a group cannot be trained on, as reason and detail; two empty strings when it can."""
@@ -92,30 +101,61 @@ class Batcher:
         return "", ""
 
 
+def minibatches(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+    """Cut samples, in order, into ``count`` parts of about equally many groups; fewer where there are fewer groups."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.trajectory.group_id, []).append(sample)
+    whole = list(groups.values())
+    count = min(count, len(whole))
+    edges = [len(whole) * index // count for index in range(count + 1)] if count else [0]
+    return [list(itertools.chain.from_iterable(whole[a:b])) for a, b in itertools.pairwise(edges)]
+
+
+def _units(samples: Sequence[Sample], algorithm: AlgorithmSpec) -> Iterator[tuple[Sample, ...]]:
+    """What must not be torn apart: pairs of preferences, else single samples."""
+    if algorithm.data is not Data.PREFERENCES:
+        yield from ((sample,) for sample in samples)
+        return
+    if len(samples) % 2:
+        raise ValueError(f"{len(samples)} samples are no pairs")
+    yield from zip(samples[::2], samples[1::2], strict=True)
+
+
 def make_plan(step: int, samples: Sequence[Sample], algorithm: AlgorithmSpec, train: TrainSection) -> BatchPlan:
     """Pack samples into rows, in order, each row within the budget of distinct tokens (a sample that alone is
-    over it gets a row of its own)."""
+    over it gets a row of its own; the two of a preference pair stay together)."""
     counts = [num_loss_tokens(sample) for sample in samples]
     rows: list[list[Sample]] = []
     streams: list[Ids] = []
     room = 0
-    for sample in samples:
-        if not has_gradient(algorithm, sample):
+    for unit in _units(samples, algorithm):
+        if not any(has_gradient(algorithm, sample) for sample in unit):
             continue
-        stream = sample.trajectory.token_ids
-        shared = longest_shared(stream, streams).length if train.share_prefixes else 0
-        if not rows or len(stream) - shared > room:
+        own = _distinct(unit, streams, train)
+        if not rows or own > room:
             rows.append([])
-            streams, shared, room = [], 0, train.micro_batch_tokens
-        rows[-1].append(sample)
-        streams.append(stream)
-        room -= len(stream) - shared
+            streams, room = [], train.micro_batch_tokens
+            own = _distinct(unit, streams, train)
+        rows[-1] += unit
+        streams += [sample.trajectory.token_ids for sample in unit]
+        room -= own
     return BatchPlan(
         step=step,
         rows=tuple(tuple(row) for row in rows),
         num_loss_tokens=sum(counts),
         num_sequences=sum(count > 0 for count in counts),
     )
+
+
+def _distinct(unit: Sequence[Sample], streams: Sequence[Ids], train: TrainSection) -> int:
+    """Tokens that ``unit`` adds to a row that holds ``streams``."""
+    total, before = 0, list(streams)
+    for sample in unit:
+        stream = sample.trajectory.token_ids
+        total += len(stream) - (longest_shared(stream, before).length if train.share_prefixes else 0)
+        before.append(stream)
+    return total
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:

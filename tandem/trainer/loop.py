@@ -12,17 +12,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from tandem.algorithms.credit import settle
 from tandem.config.sections.trainer import TrainerSection
 from tandem.core.errors import EngineError
 from tandem.core.events import CheckpointSaved, StepFinished, WaitStalled, WeightsPublished
 from tandem.core.protocols import EventSink, TrainEngine, WeightStore
-from tandem.core.types import StepResult, WeightVersion
+from tandem.core.types import BatchPlan, Floats, StepResult, Trajectory, WeightVersion
 from tandem.trainer.batcher import Admitted, Batcher, GroupRecord
-from tandem.trainer.scoring import Score, with_reference
+from tandem.trainer.scoring import Score, with_old, with_reference, with_values
 
 
 class GroupSource(Protocol):
@@ -37,11 +38,24 @@ class GroupSource(Protocol):
         ...
 
 
+class Critic(Protocol):
+    """A value model that is trained beside the policy."""
+
+    async def values(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+        """The value of what comes before every token."""
+        ...
+
+    async def step(self, plan: BatchPlan) -> dict[str, float]:
+        """One update towards the returns of the plan's samples; returns metrics."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connections:
     """What the loop is joined to. ``report`` says what others counted during a step; ``on_version`` hands a
     version to inference and scheduler; ``evaluate`` runs an evaluation of a step; ``extra`` is what a checkpoint
-    must hold beyond weights and loop; ``reference`` scores under frozen weights where the algorithm needs it."""
+    must hold beyond weights and loop; ``reference`` scores under frozen weights where the algorithm needs it,
+    ``critic`` values tokens."""
 
     engine: TrainEngine
     source: GroupSource
@@ -52,6 +66,27 @@ class Connections:
     evaluate: Callable[[int], Awaitable[None]]
     extra: Callable[[], Mapping[str, object]]
     reference: Score | None = None
+    critic: Critic | None = None
+
+
+def merge_results(results: Sequence[StepResult]) -> StepResult:
+    """One result for all updates of a step: means, but the largest of what is a maximum and sums of times."""
+    first, *others = results
+    if not others:
+        return first
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for result in results for name in result.metrics):
+        values = [result.metrics[name] for result in results if name in result.metrics]
+        metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return dataclasses.replace(
+        first,
+        loss=sum(result.loss for result in results) / len(results),
+        grad_norm=max(result.grad_norm for result in results),
+        num_loss_tokens=sum(result.num_loss_tokens for result in results),
+        num_tokens=sum(result.num_tokens for result in results),
+        metrics=metrics | {"updates": float(len(results))},
+        train_s=sum(result.train_s for result in results),
+    )
 
 
 class TrainingLoop:
@@ -69,6 +104,8 @@ class TrainingLoop:
     ) -> None:
         if batcher.algorithm.needs_reference and connections.reference is None:
             raise EngineError(f"{batcher.algorithm.name} with a KL penalty needs reference weights, but got none")
+        if batcher.algorithm.critic and connections.critic is None:
+            raise EngineError(f"{batcher.algorithm.name} needs a critic, but got none")
         self.step = 0
         self._to = connections
         self._batcher = batcher
@@ -138,10 +175,21 @@ class TrainingLoop:
         return version
 
     async def _train(self, step: int, admitted: Admitted) -> StepResult:
-        samples = list(admitted.samples)
-        if self._batcher.algorithm.needs_reference and self._to.reference is not None:
+        algorithm, samples = self._batcher.algorithm, list(admitted.samples)
+        if algorithm.needs_reference and self._to.reference is not None:
             samples = await with_reference(samples, self._to.reference)
-        return await self._to.engine.step(self._batcher.plan(step, samples))
+        if algorithm.needs_old:
+            samples = await with_old(samples, self._to.engine.score)
+        if self._to.critic is not None:
+            samples = await with_values(samples, self._to.critic.values)
+        samples = settle(algorithm, samples)
+        results = []
+        for plan in self._batcher.plans(step, samples):
+            result = await self._to.engine.step(plan)
+            if self._to.critic is not None:
+                result = dataclasses.replace(result, metrics=result.metrics | await self._to.critic.step(plan))
+            results.append(result)
+        return merge_results(results)
 
     async def _after(self, step: int, version: WeightVersion, cause: int) -> None:
         """Save before the version is handed on: until then no group of a later step has begun (staleness 0)."""

@@ -20,7 +20,7 @@ from tandem.algorithms.aggregate import token_share
 from tandem.algorithms.credit import num_loss_tokens
 from tandem.algorithms.losses import LossTokens
 from tandem.algorithms.spec import AlgorithmSpec
-from tandem.core.types import Ids, Sample, Trajectory
+from tandem.core.types import Floats, Ids, Sample, Trajectory
 from tandem.kernels.ops import KeyIndex
 from tandem.text.prefixes import SharedPrefix, longest_shared
 
@@ -58,8 +58,9 @@ class MicroBatch:
     sequence_N: Tensor
     current_N: Tensor
     num_sequences: int
+    old_N: Tensor | None
 
-    def loss_tokens(self, logprobs_N: Tensor) -> LossTokens:
+    def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None = None) -> LossTokens:
         """What the loss function sees."""
         return LossTokens(
             logprobs_N=logprobs_N,
@@ -70,6 +71,8 @@ class MicroBatch:
             ce_shares_N=self.ce_shares_N,
             sequence_N=self.sequence_N,
             num_sequences=self.num_sequences,
+            old_N=self.old_N,
+            entropy_N=entropy_N,
         )
 
 
@@ -132,7 +135,7 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Pack the samples of one row of a plan, with every token's share of the step's loss."""
     trajectories = [sample.trajectory for sample in samples]
-    wanted, advantages, rl_shares, ce_shares, sampled, current, references = [], [], [], [], [], [], []
+    wanted, advantages, rl_shares, ce_shares, sampled, current = [], [], [], [], [], []
     for sample in samples:
         rl = np.frombuffer(sample.rl_weights, dtype=np.float32)
         ce = np.frombuffer(sample.ce_weights, dtype=np.float32)
@@ -149,10 +152,6 @@ def make_micro_batch(
         ce_shares.append(np.float32(share) * ce[tokens])
         sampled.append(np.frombuffer(sample.trajectory.logprobs, dtype=np.float32)[tokens])
         current.append(np.frombuffer(sample.trajectory.versions, dtype=np.int32)[tokens] == version)
-        if sample.reference_logprobs is not None:
-            references.append(np.frombuffer(sample.reference_logprobs, dtype=np.float32)[tokens])
-    if references and len(references) != len(samples):
-        raise ValueError(f"{len(references)} of {len(samples)} samples carry reference log-probabilities: all or none")
     # What comes after a sample's last loss token, and that token itself, predicts nothing.
     streams = [
         t.token_ids[: int(tokens[-1]) if len(tokens) else 0] for t, tokens in zip(trajectories, wanted, strict=True)
@@ -163,15 +162,23 @@ def make_micro_batch(
     def joined(parts: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
+    def stream(name: str, buffers: list[Floats | None]) -> Tensor | None:
+        given = [buffer for buffer in buffers if buffer is not None]
+        if given and len(given) != len(buffers):
+            raise ValueError(f"{len(given)} of {len(buffers)} samples carry {name} log-probabilities: all or none")
+        parts = [np.frombuffer(buffer, dtype=np.float32)[tokens] for buffer, tokens in zip(given, wanted, strict=False)]
+        return joined(parts) if parts else None
+
     return MicroBatch(
         layout=layout,
         predictions=predict(layout, trajectories, wanted, device),
         sampled_N=joined(sampled),
-        reference_N=joined(references) if references else None,
+        reference_N=stream("reference", [sample.reference_logprobs for sample in samples]),
         advantages_N=joined(advantages),
         rl_shares_N=joined(rl_shares),
         ce_shares_N=joined(ce_shares),
         sequence_N=torch.from_numpy(sequence).to(device),
         current_N=joined(current),
         num_sequences=len(samples),
+        old_N=stream("old", [sample.old_logprobs for sample in samples]),
     )

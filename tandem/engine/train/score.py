@@ -27,6 +27,19 @@ def frozen_copy(model: CausalLM) -> CausalLM:
     return twin.requires_grad_(False)
 
 
+def within_budget(trajectories: Sequence[Trajectory], tokens: int) -> list[list[Trajectory]]:
+    """Cut trajectories, in order, into batches of at most so many tokens (a longer one is alone)."""
+    batches: list[list[Trajectory]] = []
+    room = 0
+    for trajectory in trajectories:
+        if not batches or len(trajectory.token_ids) > room:
+            batches.append([])
+            room = tokens
+        batches[-1].append(trajectory)
+        room -= len(trajectory.token_ids)
+    return batches
+
+
 class Scorer:
     """Scores trajectories under the weights of one model, in jobs of the train lane."""
 
@@ -38,20 +51,9 @@ class Scorer:
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
         """One stream a trajectory, at its temperature; nothing predicts the first token, which gets 0."""
         streams: list[Floats] = []
-        for batch in self._batches(trajectories):
+        for batch in within_budget(trajectories, self._section.micro_batch_tokens):
             streams += await self._compute.run("train", lambda batch=batch: self._score(batch))
         return streams
-
-    def _batches(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        batches: list[list[Trajectory]] = []
-        room = 0
-        for trajectory in trajectories:
-            if not batches or len(trajectory.token_ids) > room:
-                batches.append([])
-                room = self._section.micro_batch_tokens
-            batches[-1].append(trajectory)
-            room -= len(trajectory.token_ids)
-        return batches
 
     @torch.no_grad()
     def _score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:

@@ -26,6 +26,9 @@ _SUMS = (
     "reference_tokens",
     "reference_kl",
     "rows",
+    "pairs",
+    "pairs_right",
+    "margin",
 )
 _MAXIMA = ("gap", "ratio_max")  # -1 where there is nothing to measure
 
@@ -34,6 +37,10 @@ _MAXIMA = ("gap", "ratio_max")  # -1 where there is nothing to measure
 def measure(batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, losses: TokenLosses) -> Tensor:
     """Sums and maxima of one micro-batch, in the order of the names above, float64, still on the device."""
     rl_N, ce_N = batch.rl_shares_N != 0, batch.ce_shares_N != 0
+    pairs = losses.pairs
+    if pairs is not None:  # nobody sampled these tokens
+        rl_N = torch.zeros_like(rl_N)
+    margin_P = logprobs_N.new_zeros(0) if pairs is None else pairs.margin_P
     rl, ce = rl_N.double(), ce_N.double()
     logprobs = logprobs_N.detach()
     nothing = torch.zeros_like(rl)
@@ -47,12 +54,15 @@ def measure(batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, losses: To
         (rl * kl_k3(batch.sampled_N, logprobs)).sum(),
         (rl * losses.ratio_N).sum(),
         (rl * losses.clipped_N).sum(),
-        (rl * entropy_N).sum(),
+        (rl * entropy_N.detach()).sum(),
         ce.sum(),
         -(ce * logprobs).sum(),
         referenced.sum(),
         (referenced * reference_kl).sum(),
         torch.full_like(losses.loss, batch.layout.ids_T.numel(), dtype=torch.float64),
+        torch.full_like(losses.loss, margin_P.numel(), dtype=torch.float64),
+        (margin_P > 0).double().sum(),
+        margin_P.double().sum(),
     ]
     gap_N = torch.where(rl_N & batch.current_N, (logprobs - batch.sampled_N).abs(), -1.0)
     ratio_N = torch.where(rl_N, losses.ratio_N, -1.0)
@@ -80,6 +90,11 @@ def conclude(measured: Sequence[Tensor]) -> tuple[float, int, dict[str, float]]:
             metrics["logprob_gap_max"] = peak["gap"]
     if total["ce_tokens"]:
         metrics["ce_loss"] = total["ce_loss"] / total["ce_tokens"]
+    if total["pairs"]:
+        metrics |= {
+            "pair_accuracy": total["pairs_right"] / total["pairs"],
+            "pair_margin": total["margin"] / total["pairs"],
+        }
     if total["reference_tokens"]:
         metrics["kl_reference"] = total["reference_kl"] / total["reference_tokens"]
     return total["loss"], int(total["rows"]), metrics

@@ -119,7 +119,7 @@ class LocalTrainEngine:
             batch.predictions.targets_N,
             batch.predictions.temperature_N,
         )
-        losses = self._loss(self._algorithm, batch.loss_tokens(logprobs_N))
+        losses = self._loss(self._algorithm, batch.loss_tokens(logprobs_N, entropy_N))
         losses.loss.backward()
         self.optimizer.accumulate()
         return measure(batch, logprobs_N, entropy_N, losses)
