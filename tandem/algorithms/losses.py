@@ -121,7 +121,9 @@ def importance_weights(
     return torch.where(inside_N, weight_N, 0.0)
 
 
-def _policy_losses(spec: AlgorithmSpec, tokens: LossTokens, logprobs_N: Tensor, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+def _policy_losses(
+    spec: AlgorithmSpec, tokens: LossTokens, logprobs_N: Tensor, ratio_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """The policy-gradient loss of each token, and where a clip took hold."""
     nowhere_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
     advantages_N = tokens.advantages_N
@@ -144,7 +146,7 @@ def token_losses(spec: AlgorithmSpec, tokens: LossTokens) -> TokenLosses:
     policy_N, clipped_N = _policy_losses(spec, tokens, logprobs_N, ratio_N)
     if spec.importance is not Importance.NONE:
         if tokens.old_N is None:
-            raise ValueError(f"{spec.name} weighs by importance, but the samples carry no log-probabilities of old weights")
+            raise ValueError(f"{spec.name} weighs by importance, but the samples carry no old log-probabilities")
         policy_N = policy_N * importance_weights(
             spec, tokens.old_N, tokens.sampled_N, tokens.sequence_N, tokens.num_sequences
         )

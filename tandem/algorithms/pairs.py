@@ -1,8 +1,8 @@
 """Losses over pairs: sequences 2i (the better one) and 2i + 1 (the worse one) of a micro-batch.
 
 Owns: DPO, cDPO, IPO and Bradley-Terry. Refuses: models; splitting a pair over micro-batches (the plan's part).
-Invariants: float32 inside; the loss of a pair counts with the share of its first token, so that it does not depend
-on the micro-batch; both answers of a pair must have a token to learn from.
+Invariants: float32 inside; the loss of a pair counts with the share of its tokens, all alike, so that it
+does not depend on the micro-batch; both answers of a pair must have a token to learn from.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def _margins(values_B: Tensor) -> Tensor:
 
 
 def _result(tokens: LossTokens, loss_P: Tensor, margin_P: Tensor) -> TokenLosses:
-    share_B = tokens.rl_shares_N.new_zeros(tokens.num_sequences).index_reduce(
-        0, tokens.sequence_N, tokens.rl_shares_N, "amax"
-    )
+    zeros_B = tokens.rl_shares_N.new_zeros(tokens.num_sequences)
+    share_B = zeros_B.scatter_reduce(0, tokens.sequence_N, tokens.rl_shares_N, "amax")
     ones_N = torch.ones_like(tokens.rl_shares_N)
     return TokenLosses(
         loss=(share_B[0::2] * loss_P).sum(),

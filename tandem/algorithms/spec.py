@@ -138,15 +138,15 @@ def resolve(section: AlgorithmSection) -> AlgorithmSpec:
     found = algorithms().resolve(section.name)
     if not isinstance(found, AlgorithmSpec):
         raise ConfigError(f"algorithm.name = {section.name!r} is of type {type(found).__name__}, not AlgorithmSpec")
-    given = {
-        key: value for key, value in section.model_dump().items() if value is not None and key not in ("name", "teacher")
-    }
+    own = section.model_dump(exclude={"name", "teacher"})
+    given = {key: value for key, value in own.items() if value is not None}
     if found.aggregate is not Aggregate.CONSTANT_LENGTH:
         given.pop("length_cap")  # its default is a number
     for key in given:
         if reason := _does_not_apply(found, key):
             raise ConfigError(
-                f"algorithm.{key} is set, but {found.name} {reason}", hint=f"remove algorithm.{key}, or choose another method"
+                f"algorithm.{key} is set, but {found.name} {reason}",
+                hint=f"remove algorithm.{key}, or choose another method",
             )
     for key, kind in (("importance", Importance), ("importance_level", Ratio)):
         if key in given:

@@ -16,6 +16,7 @@ import torch
 
 from tandem.app.preflight import ModelFiles, Ready, pick_device
 from tandem.config.tree import Recipe
+from tandem.core.errors import ConfigError
 from tandem.core.events import EvaluationFinished
 from tandem.core.protocols import EventSink
 from tandem.core.types import WeightVersion
@@ -23,7 +24,9 @@ from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
 from tandem.engine.memory import keep_freed_memory
 from tandem.engine.weights import PublishedWeights
-from tandem.models.loader import load_model
+from tandem.models.builtin import resolve_model
+from tandem.models.causal_lm import CausalLM
+from tandem.models.loader import load_model, read_spec
 from tandem.rollout.driver import RolloutDriver
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.trainer.evaluate import summarise
@@ -137,6 +140,28 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
                 )
         finally:
             await boxes.close()
+
+
+def teacher_of(recipe: Recipe, files: ModelFiles) -> CausalLM:
+    """The frozen model that a student learns from.
+
+    Raises:
+        ConfigError: its vocabulary is not the student's.
+    """
+    path = resolve_model(recipe.algorithm.teacher)
+    spec = read_spec(path)
+    if spec.vocab_size != files.spec.vocab_size:
+        raise ConfigError(
+            f"algorithm.teacher has a vocabulary of {spec.vocab_size} tokens, the model one of {files.spec.vocab_size}",
+            hint="token by token comparison needs one tokenizer: choose models of one family",
+        )
+    teacher = load_model(
+        path,
+        dtype=DTYPES[recipe.model.dtype],
+        device=pick_device(recipe.model.device),
+        numerics=recipe.engine.numerics,
+    )
+    return teacher.requires_grad_(False)
 
 
 def label_of(recipe: Recipe) -> str:

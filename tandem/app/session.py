@@ -15,7 +15,7 @@ from typing import cast
 
 from tandem.algorithms.credit import demonstration
 from tandem.algorithms.spec import resolve
-from tandem.app.build import Parts
+from tandem.app.build import Parts, teacher_of
 from tandem.app.preflight import demonstrations
 from tandem.config.sections.algorithm import AlgorithmSection
 from tandem.core.events import EngineReported
@@ -25,6 +25,7 @@ from tandem.core.wire import derive_seed
 from tandem.engine.train.checkpoint import CheckpointStore, complete_steps
 from tandem.engine.train.score import Scorer, frozen_copy
 from tandem.engine.train.step import LocalTrainEngine
+from tandem.engine.train.value import CriticEngine, ValueModel
 from tandem.models.saver import save_model
 from tandem.rollout.assemble import demonstrate
 from tandem.trainer.batcher import Batcher
@@ -88,13 +89,19 @@ class TrainingSession:
             algorithm=algorithm,
             total_steps=recipe.trainer.steps,
         )
-        reference = frozen_copy(parts.weights.model) if algorithm.needs_reference else None
+        reference = None
+        if algorithm.teacher:
+            reference = teacher_of(recipe, parts.ready.model)
+        elif algorithm.needs_reference:
+            reference = frozen_copy(parts.weights.model)
+        critic = self._make_critic(algorithm.critic)
         store = CheckpointStore(
             self._checkpoints,
             parts.weights,
             engine.optimizer,
             keep=recipe.trainer.keep_checkpoints,
-            reference=reference,
+            reference=None if algorithm.teacher else reference,
+            critic=critic,
         )
         loop = TrainingLoop(
             Connections(
@@ -107,6 +114,7 @@ class TrainingSession:
                 evaluate=self._evaluate_step,
                 extra=lambda: {"rollout": parts.rollout.state()},
                 reference=Scorer(reference, parts.compute, recipe.engine.train).score if reference else None,
+                critic=critic,
             ),
             Batcher(algorithm, recipe.engine.train, staleness=recipe.rollout.staleness, sink=self._sink),
             recipe.trainer,
@@ -115,6 +123,20 @@ class TrainingSession:
             give_up_after_s=3 * recipe.rollout.episode_time_s,
         )
         return loop, store
+
+    def _make_critic(self, wanted: bool) -> CriticEngine | None:
+        """A value model that starts from the policy's weights."""
+        if not wanted:
+            return None
+        recipe, parts = self._parts.recipe, self._parts
+        return CriticEngine(
+            ValueModel(frozen_copy(parts.weights.model).requires_grad_(True)),
+            parts.compute,
+            train=recipe.engine.train,
+            optimizer=recipe.optimizer.model_copy(update={"learning_rate": recipe.critic.learning_rate}),
+            clip=recipe.critic.clip or None,
+            total_steps=recipe.trainer.steps,
+        )
 
     @property
     def _checkpoints(self) -> Path:

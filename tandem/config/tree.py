@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from tandem.config.sections.algorithm import AlgorithmSection
+from tandem.config.sections.critic import CriticSection
 from tandem.config.sections.engine import EngineSection
 from tandem.config.sections.environment import EnvironmentSection
 from tandem.config.sections.model import ModelSection
@@ -24,6 +25,7 @@ class Recipe(Section):
     environment: EnvironmentSection = EnvironmentSection()
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
     trainer: TrainerSection = TrainerSection()
     optimizer: OptimizerSection = OptimizerSection()
     warmup: WarmupSection = WarmupSection()

@@ -11,7 +11,8 @@ from tandem.core.errors import ConfigError, PluginError
 
 def test_every_record_is_named_as_it_is_registered_and_its_functions_load() -> None:
     for name in algorithms().names():
-        spec = resolve(AlgorithmSection(name=name))
+        spec = resolve(AlgorithmSection(name=name, teacher="tiny" if name == "distil" else ""))
+        assert spec.source, name
         assert spec.name == name
         assert callable(function_named(spec.loss))
         assert spec.credit is None or callable(function_named(spec.credit))
@@ -35,6 +36,18 @@ def test_a_near_name_is_offered() -> None:
     [
         AlgorithmSection(name="rloo", clip_low=0.1),
         AlgorithmSection(name="sft", kl_weight=0.1),
+        AlgorithmSection(name="grpo", kl_weight=0.1, kl_reward_weight=0.1),
+        AlgorithmSection(name="grpo", kl_weight=0.1, kl_estimator="k1"),
+        AlgorithmSection(name="grpo", kl_estimator="k2"),
+        AlgorithmSection(name="grpo", importance_cap=3.0),
+        AlgorithmSection(name="grpo", decay=0.9),
+        AlgorithmSection(name="grpo", beta=0.2),
+        AlgorithmSection(name="cispo", clip_low=0.2),
+        AlgorithmSection(name="rloo", passes=2),
+        AlgorithmSection(name="ipo", label_smoothing=0.1),
+        AlgorithmSection(name="distil"),
+        AlgorithmSection(name="grpo", teacher="tiny"),
+        AlgorithmSection(name="dapo", overlong_cap=4, overlong_buffer=5),
         AlgorithmSection(name="tandem.algorithms.advantages:centred"),
     ],
 )

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from safetensors.torch import load_file
@@ -33,9 +33,15 @@ MANIFEST = "manifest.json"
 _TEMPORARY = ".unfinished-"
 
 
+class Trained(Protocol):
+    """What is trained beside the policy, and saved along."""
+
+    optimizer: AdamW
+
+
 class CheckpointStore:
     """The checkpoints of one run, newest ``keep`` of them. ``reference`` is the frozen model of a KL penalty,
-    saved along because the run cannot make it again."""
+    saved along because the run cannot make it again; ``critic`` is trained beside the policy."""
 
     def __init__(
         self,
@@ -45,12 +51,14 @@ class CheckpointStore:
         *,
         keep: int,
         reference: nn.Module | None = None,
+        critic: Trained | None = None,
     ) -> None:
         self._folder = folder
         self._weights = weights
         self._optimizer = optimizer
         self._keep = keep
         self._reference = reference
+        self._critic = critic
 
     def save(self, step: int, extra: Mapping[str, object]) -> str:
         """Write the checkpoint of ``step``; the caller sees to it that no step runs meanwhile."""
@@ -63,6 +71,9 @@ class CheckpointStore:
             "weights.safetensors": self._optimizer.weights(),
             "moments.safetensors": self._optimizer.moments(),
         }
+        if self._critic is not None:
+            files["critic.safetensors"] = self._critic.optimizer.weights()
+            files["critic-moments.safetensors"] = self._critic.optimizer.moments()
         if self._reference is not None:
             files["reference.safetensors"] = {name: p.detach() for name, p in self._reference.named_parameters()}
         state = {
@@ -120,6 +131,14 @@ class CheckpointStore:
                 )
         state = decode((folder / "state.bin").read_bytes(), dict)
         self._optimizer.restore(load_file(folder / "weights.safetensors"), load_file(folder / "moments.safetensors"))
+        if self._critic is not None:
+            if "critic.safetensors" not in manifest:
+                raise RecordError(
+                    f"the checkpoint of step {step} holds no critic", hint="the run was started without one"
+                )
+            self._critic.optimizer.restore(
+                load_file(folder / "critic.safetensors"), load_file(folder / "critic-moments.safetensors")
+            )
         if self._reference is not None:
             if "reference.safetensors" not in manifest:
                 raise RecordError(
