@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.app.gateway import AgentGateway
 from tandem.app.preflight import ModelFiles, Ready, pick_device
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError
@@ -116,6 +117,9 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
     """Build everything that episodes need, and take it down again in the opposite order whatever happens."""
     async with engine_of(recipe, ready.model) as live:
         boxes = SandboxManager(recipe.sandbox, sink)
+        gateway = AgentGateway(
+            live.engine, ready.model.renderer, max_context_tokens=ready.model.max_context_tokens
+        )
         try:
             rollout = RolloutDriver(
                 environment=ready.environment,
@@ -128,6 +132,7 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
                 max_context_tokens=ready.model.max_context_tokens,
                 seed=recipe.trainer.seed,
                 in_order=recipe.trainer.deterministic,
+                gateway=gateway,
             )
             async with rollout:
                 yield Parts(
@@ -139,6 +144,7 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
                     rollout=rollout,
                 )
         finally:
+            await gateway.close()
             await boxes.close()
 
 

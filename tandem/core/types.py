@@ -141,7 +141,8 @@ class FinishReason(enum.StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One model call and what came of it. ``logprobs`` and ``versions`` run along ``completion_ids``;
-    ``prompt_ids`` is the whole context the model saw, earlier turns included."""
+    ``prompt_ids`` is the whole context the model saw, earlier turns included. ``parent`` is the number of the turn
+    that the prompt goes on from: None: the one before, -1: none, a conversation of its own."""
 
     prompt_ids: Ids
     completion_ids: Ids
@@ -152,6 +153,7 @@ class Turn:
     tool_results: tuple[ToolResult, ...] = ()
     model_s: float = 0.0
     tools_s: float = 0.0
+    parent: int | None = None
 
     def __post_init__(self) -> None:
         same_length(

@@ -8,6 +8,7 @@ which needs no handling there.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,15 @@ class EpisodeOver(Exception):
     def __init__(self, stop_reason: StopReason) -> None:
         super().__init__(stop_reason.value)
         self.stop_reason = stop_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where an OpenAI client finds the model of one episode."""
+
+    base_url: str
+    api_key: str
+    model: str
 
 
 class Session(Protocol):
@@ -54,6 +64,12 @@ class Session(Protocol):
 
     def say(self, *messages: Message) -> None:
         """Append messages (of a user, say) that the model sees at its next turn."""
+        ...
+
+    def served(self) -> AbstractAsyncContextManager[Endpoint]:
+        """The model behind an OpenAI endpoint, for an agent that brings its own loop: each of its requests becomes
+        a turn, with the ids that were sampled; requests that go on from one answer become branches. Sampling is the
+        recipe's, whatever the client asks for. Raises ``EpisodeOver`` at the end when a limit refused a request."""
         ...
 
 

@@ -31,12 +31,16 @@ def _ending(episode: Episode) -> str:
 
 
 def _parts(episode: Episode, decode: Decode) -> Iterator[str]:
-    seen = 0
     for number, turn in enumerate(episode.turns):
+        parent = number - 1 if turn.parent is None else turn.parent
+        before = episode.turns[parent] if parent >= 0 else None
+        seen = 0 if before is None else len(before.prompt_ids) + len(before.completion_ids)
         start = len(turn.prompt_ids)
-        yield _part(seen, start, "prompt" if not number else "observation", decode(turn.prompt_ids[seen:]))
-        seen = start + len(turn.completion_ids)
-        yield _part(start, seen, f"policy, turn {number}", decode(turn.completion_ids), _sampled(turn))
+        who = "prompt" if before is None else "observation"
+        branch = f" (goes on from turn {parent})" if 0 <= parent < number - 1 else ""
+        yield _part(seen, start, who + branch, decode(turn.prompt_ids[seen:]))
+        end = start + len(turn.completion_ids)
+        yield _part(start, end, f"policy, turn {number}", decode(turn.completion_ids), _sampled(turn))
         for result in turn.tool_results:
             yield f"    tool {result.name}: {result.failure or 'ok'}, {result.duration_s:.3f} s"
         if turn.tool_results:

@@ -13,16 +13,33 @@ from tandem.core.types import Episode, Message, ToolSpec, Trajectory, floats, id
 from tandem.text.render import Renderer
 
 
-def assemble(episode: Episode, *, temperature: float) -> Trajectory:
-    """The one branch of an append-only episode, prompt and observations included.
+def assemble(episode: Episode, *, temperature: float) -> list[Trajectory]:
+    """The branches of an episode, prompts and observations included: one for each turn that no other goes on from. A
+    turn that several branches share is trained in the first of them and is context in the others.
 
     Raises:
         EpisodeError: the episode has no turn, or a prompt does not begin with all that came before it.
     """
     if not episode.turns:
         raise EpisodeError(f"episode {episode.id} has no turn to train on")
+    parents = [number - 1 if turn.parent is None else turn.parent for number, turn in enumerate(episode.turns)]
+    trained: set[int] = set()
+    made = []
+    for leaf in range(len(parents)):
+        if leaf in parents:
+            continue
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        made.append(_branch(episode, path, trained, temperature))
+        trained.update(path)
+    return made
+
+
+def _branch(episode: Episode, path: Sequence[int], trained: set[int], temperature: float) -> Trajectory:
     token_ids, loss_mask, logprobs, versions = ids(), mask(), floats(), ids()
-    for number, turn in enumerate(episode.turns):
+    for number in path:
+        turn = episode.turns[number]
         if turn.prompt_ids[: len(token_ids)] != token_ids:
             raise EpisodeError(
                 f"episode {episode.id}: turn {number}'s prompt does not begin with the {len(token_ids)} ids before it"
@@ -33,7 +50,7 @@ def assemble(episode: Episode, *, temperature: float) -> Trajectory:
         logprobs.extend(floats([0.0]) * observed)
         versions.extend(ids([-1]) * observed)
         token_ids.extend(turn.completion_ids)
-        loss_mask.extend(mask([1]) * len(turn.completion_ids))
+        loss_mask.extend(mask([int(number not in trained)]) * len(turn.completion_ids))
         logprobs.extend(turn.logprobs)
         versions.extend(turn.versions)
     return Trajectory(
@@ -43,7 +60,7 @@ def assemble(episode: Episode, *, temperature: float) -> Trajectory:
         loss_mask=loss_mask,
         logprobs=logprobs,
         versions=versions,
-        num_prompt_tokens=len(episode.turns[0].prompt_ids),
+        num_prompt_tokens=len(episode.turns[path[0]].prompt_ids),
         temperature=temperature,
     )
 

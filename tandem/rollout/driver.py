@@ -21,6 +21,7 @@ from tandem.envs.environment import Environment
 from tandem.envs.reward_pool import RewardPool
 from tandem.rollout.assemble import assemble
 from tandem.rollout.episode import Surroundings
+from tandem.rollout.gateway import Gateway
 from tandem.rollout.lane import Lane, LanePlan
 from tandem.rollout.policy import Policy, Sampling
 from tandem.rollout.scheduler import SchedulerRules
@@ -31,7 +32,8 @@ class RolloutDriver:
     """Makes groups. Use as ``async with RolloutDriver(...) as rollout``.
 
     ``max_context_tokens`` is the most that model and engine take; ``in_order`` hands groups on in the order of
-    their tasks, whatever finishes first, so that a run depends on nothing but its seed.
+    their tasks, whatever finishes first, so that a run depends on nothing but its seed. ``gateway`` serves agents that
+    bring their own loop.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class RolloutDriver:
         max_context_tokens: int,
         seed: int,
         in_order: bool = False,
+        gateway: Gateway | None = None,
     ) -> None:
+        self._gateway = gateway
         self._environment = environment
         self._engine = engine
         self._renderer = renderer
@@ -110,12 +114,13 @@ class RolloutDriver:
         self._training.start(self._resumed)
 
     async def get(self) -> tuple[Group, tuple[Trajectory, ...]]:
-        """The next group to train on, with the trajectory of each episode that has a reward, by index. Waits for
+        """The next group to train on, with the trajectories of each episode that has a reward, by index. Waits for
         as long as its episodes may take, which ``rollout.episode_time_s`` bounds; cancelling loses no group."""
         assert self._training is not None, "start() comes first"
         group = await self._training.get()
         scored = [episode for episode in group.episodes if episode.reward is not None]
-        return group, tuple(assemble(episode, temperature=self._section.temperature) for episode in scored)
+        temperature = self._section.temperature
+        return group, tuple(each for episode in scored for each in assemble(episode, temperature=temperature))
 
     def missing(self) -> list[str]:
         """Names of the groups and episodes that ``get`` waits for."""
@@ -197,4 +202,5 @@ class RolloutDriver:
             rewards=self._rewards,
             sink=self._sink,
             limits=self._limits,
+            gateway=self._gateway,
         )

@@ -23,6 +23,7 @@ from tandem.envs.foreign import describe
 from tandem.envs.reward import score, total
 from tandem.envs.reward_pool import RewardPool
 from tandem.envs.workflow import EpisodeOver
+from tandem.rollout.gateway import Gateway
 from tandem.rollout.policy import Policy
 from tandem.rollout.session import EpisodeSession
 
@@ -38,6 +39,7 @@ class Surroundings:
     rewards: RewardPool
     sink: EventSink
     limits: Limits
+    gateway: Gateway | None = None
 
     def limits_of(self, task: Task) -> Limits:
         """The task's own limits or the recipe's, within the model's context and the workflow's turns."""
@@ -152,6 +154,7 @@ async def _work(
         box=box,
         sink=around.sink,
         cause=attempt.cause,
+        gateway=around.gateway,
     )
     progress.turns = session.turns
     try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from tandem.core.errors import PromptTooLong, WorkflowError
 from tandem.core.events import ToolFinished, TurnFinished
@@ -18,6 +19,7 @@ from tandem.core.types import (
     Limits,
     Message,
     Role,
+    SamplingParams,
     StopReason,
     Task,
     ToolCall,
@@ -27,7 +29,8 @@ from tandem.core.types import (
 )
 from tandem.core.wire import derive_seed
 from tandem.envs.tools import Tool
-from tandem.envs.workflow import EpisodeOver
+from tandem.envs.workflow import Endpoint, EpisodeOver
+from tandem.rollout.gateway import Gateway
 from tandem.rollout.policy import Policy, Reply
 
 
@@ -46,6 +49,7 @@ class EpisodeSession:
         box: Sandbox | None,
         sink: EventSink,
         cause: int,
+        gateway: Gateway | None = None,
     ) -> None:
         self.task = task
         self.limits = limits
@@ -61,6 +65,7 @@ class EpisodeSession:
         self._unseen: list[Message] = []  # said since the last turn
         self._reply: Reply | None = None
         self._turn_event = cause
+        self._gateway = gateway
 
     @property
     def box(self) -> Sandbox:
@@ -90,14 +95,41 @@ class EpisodeSession:
             raise
         self._unseen.clear()
         self._reply = reply
-        turn = reply.turn
+        self._took(reply.turn, reply.num_cached_tokens)
+        return reply.turn
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[Endpoint]:
+        if self._gateway is None:
+            raise WorkflowError("this process serves no endpoint for agents")
+        sampling = self._policy.sampling
+        params = SamplingParams(
+            max_tokens=self.limits.max_turn_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        async with self._gateway.serve(
+            self._episode_id, params=params, seed=self._seed, limits=self.limits, on_turn=self._took
+        ) as served:
+            try:
+                yield served.endpoint
+            except Exception:
+                # An agent whose request was refused at a limit ends in an error of its own making.
+                if served.over() is None:
+                    raise
+        if (over := served.over()) is not None:
+            raise EpisodeOver(over)
+
+    def _took(self, turn: Turn, num_cached_tokens: int) -> None:
+        number = len(self.turns)
         self.turns.append(turn)
         self._turn_event = self.last_event = self._sink.emit(
             TurnFinished(
                 episode_id=self._episode_id,
                 turn=number,
                 num_prompt_tokens=len(turn.prompt_ids),
-                num_cached_tokens=reply.num_cached_tokens,
+                num_cached_tokens=num_cached_tokens,
                 num_completion_tokens=len(turn.completion_ids),
                 finish_reason=turn.finish_reason.value,
                 version_first=turn.versions[0] if turn.versions else -1,
@@ -106,7 +138,6 @@ class EpisodeSession:
             ),
             cause=self.last_event,
         )
-        return turn
 
     async def call_tools(self, turn: Turn) -> tuple[ToolResult, ...]:
         if not self.turns or turn is not self.turns[-1]:

@@ -10,17 +10,18 @@ import asyncio
 import dataclasses
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
-from tandem.core.types import Ids, Message, Role, ids
+from tandem.core.errors import PromptTooLong
+from tandem.core.types import Ids, Message, Role, StopReason, ids
 from tandem.serve.branches import read_branch
 from tandem.serve.chat import ChatBody, ChatRequest, checked
 from tandem.serve.completions import read_completion
@@ -106,6 +107,7 @@ class _Face:
         tokenizer = self._served.renderer.tokenizer
         asked = read_completion(await _body(request), vocabulary=tokenizer.vocab_size)
         self._admit(asked.asked)
+        self._check_length(each for each in asked.prompts if isinstance(each, str))
         prompts = [ids(tokenizer.encode(each)) if isinstance(each, str) else each for each in asked.prompts]
         if empty := [number for number, prompt in enumerate(prompts) if not prompt]:
             raise BadRequest(f"prompt: number {empty[0]} has no token", param="prompt")
@@ -126,26 +128,40 @@ class _Face:
         return Exchange(self._chat_work(asked.chat, prompt, session), stream=False)
 
     def _chat_prompt(self, session: RecordedSession | None, asked: ChatRequest) -> Prompt:
+        self._check_length(message.content for message in asked.messages)
         if session is not None:
             return session.prompt(asked.messages, asked.tools)
         stream = first_prompt(self._served.renderer, asked.messages, asked.tools)
         return Prompt(token_ids=stream, parent=-1)
+
+    def _check_length(self, texts: Iterable[str]) -> None:
+        """Refuse, before the work of making tokens, a text that cannot fit: the tokenizer holds the interpreter, and
+        with it every other request, for a second a megabyte."""
+        limit = self._served.max_context_tokens
+        longest = max((len(text) for text in texts), default=0)
+        if longest > limit * self._served.renderer.tokenizer.longest_token:
+            raise PromptTooLong(f"a text of {longest} characters has more than the {limit} tokens of the context")
 
     def _chat_work(
         self, chat: ChatRequest, prompt: Prompt, session: RecordedSession | None
     ) -> Callable[[Emit], Awaitable[object]]:
         asked = chat.asked if session is None else _on_terms(chat.asked, session, prompt.token_ids, self._served)
         shape = ChatShape(asked, self._served.renderer.tokenizer, prompt.token_ids)
-        generation = Generation(
-            self._served,
-            asked,
-            [prompt.token_ids],
-            shape,
-            request_id=shape.id,
-            tools=chat.tools,
-            max_context_tokens=session.terms.max_context_tokens if session else None,
-            on_made=None if session is None else lambda made: _keep(session, chat, prompt, made),
-        )
+        try:
+            generation = Generation(
+                self._served,
+                asked,
+                [prompt.token_ids],
+                shape,
+                request_id=shape.id,
+                tools=chat.tools,
+                max_context_tokens=session.terms.max_context_tokens if session else None,
+                on_made=None if session is None else lambda made: _keep(session, chat, prompt, made),
+            )
+        except PromptTooLong:
+            if session is not None and session.turns:
+                session.over = StopReason.CONTEXT_FULL
+            raise
         return generation.run
 
     # ---- sessions
@@ -233,8 +249,11 @@ def _keep(session: RecordedSession, chat: ChatRequest, prompt: Prompt, made: Mad
 
 async def _body(request: Request) -> bytes:
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    try:
+        async for part in request.stream():
+            data += part
+            if len(data) > MAX_BODY_BYTES:
+                raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    except ClientDisconnect as error:
+        raise BadRequest("the client left before its body was whole", status=499) from error
     return bytes(data)

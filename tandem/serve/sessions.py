@@ -8,8 +8,7 @@ Owns: the table of open sessions and what a session fixes (sampling, budget). Re
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem.core.types import Completion, FinishReason, Ids, Message, SamplingParams, StopReason, ToolSpec, Turn
@@ -35,12 +34,15 @@ class Terms:
 class RecordedSession:
     """One agent's conversations."""
 
-    def __init__(self, name: str, renderer: Renderer, terms: Terms) -> None:
+    def __init__(
+        self, name: str, renderer: Renderer, terms: Terms, on_turn: Callable[[Turn, int], None] | None = None
+    ) -> None:
+        """``on_turn`` hears each turn when it is recorded, and how many of its prompt's tokens were cached."""
         self.name = name
         self.terms = terms
         self.turns: list[Turn] = []
-        self.parents: list[int] = []  # of each turn: the turn it goes on from, -1: none
         self.over: StopReason | None = None  # the limit that refused a request
+        self._on_turn = on_turn
         self._tree = HistoryTree(renderer)
         self._begun = 0
 
@@ -70,18 +72,19 @@ class RecordedSession:
         """Keep an answer: the ``num_tokens`` of the completion that belong to it. Returns its number."""
         kept: Ids = completion.token_ids[:num_tokens]
         number = self._tree.remember(prompt, messages, tools, reply=reply, completion_ids=kept)
-        self.turns.append(
-            Turn(
-                prompt_ids=prompt.token_ids,
-                completion_ids=kept,
-                logprobs=completion.logprobs[:num_tokens],
-                versions=completion.versions[:num_tokens],
-                message=reply,
-                finish_reason=finish_reason,
-                model_s=completion.total_s,
-            )
+        turn = Turn(
+            prompt_ids=prompt.token_ids,
+            completion_ids=kept,
+            logprobs=completion.logprobs[:num_tokens],
+            versions=completion.versions[:num_tokens],
+            message=reply,
+            finish_reason=finish_reason,
+            model_s=completion.total_s,
+            parent=prompt.parent,
         )
-        self.parents.append(prompt.parent)
+        self.turns.append(turn)
+        if self._on_turn is not None:
+            self._on_turn(turn, completion.num_cached_tokens)
         return number
 
     def shown(self) -> dict[str, object]:
@@ -89,7 +92,7 @@ class RecordedSession:
         turns = [
             {
                 "turn": number,
-                "parent": parent,
+                "parent": turn.parent,
                 "content": turn.message.content,
                 "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls],
                 "finish_reason": turn.finish_reason.value,
@@ -98,7 +101,7 @@ class RecordedSession:
                 "logprobs": turn.logprobs.tolist(),
                 "weight_versions": turn.versions.tolist(),
             }
-            for number, (turn, parent) in enumerate(zip(self.turns, self.parents, strict=True))
+            for number, turn in enumerate(self.turns)
         ]
         return {"id": self.name, "object": "session", "turns": turns}
 
@@ -111,14 +114,15 @@ class Sessions:
         self._renderer = renderer
         self._openable = openable
         self._open: dict[str, RecordedSession] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
 
-    def open(self, name: str, terms: Terms | None = None) -> RecordedSession:
+    def open(
+        self, name: str, terms: Terms | None = None, *, on_turn: Callable[[Turn, int], None] | None = None
+    ) -> RecordedSession:
         if name in self._open:
             raise BadRequest(f"session {name!r} is open already", status=409)
         if len(self._open) >= MAX_SESSIONS:
             raise BadRequest(f"{MAX_SESSIONS} sessions are open", status=429)
-        session = self._open[name] = RecordedSession(name, self._renderer, terms or Terms())
+        session = self._open[name] = RecordedSession(name, self._renderer, terms or Terms(), on_turn)
         return session
 
     def get(self, name: str) -> RecordedSession:

@@ -43,6 +43,7 @@ class Tokenizer:
         self._plain = _plain_copy(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: number for number, token in added.items() if token.special}
+        self.longest_token = max(map(len, loaded.get_vocab()), default=1)  # characters
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
 

@@ -126,7 +126,8 @@ class NoSandboxes:
     async def close(self) -> None: ...
 
 
-def driver(environment, engine, sink, *, sandboxes=None, section=None, max_context_tokens=2048, in_order=False):
+def driver(environment, engine, sink, *, sandboxes=None, section=None, max_context_tokens=2048, in_order=False,
+           gateway=None):  # fmt: skip
     return RolloutDriver(
         environment=environment,
         engine=engine,
@@ -138,4 +139,5 @@ def driver(environment, engine, sink, *, sandboxes=None, section=None, max_conte
         max_context_tokens=max_context_tokens,
         seed=7,
         in_order=in_order,
+        gateway=gateway,
     )

@@ -86,7 +86,7 @@ def test_case_2_only_the_policys_tokens_are_trained():
 
     turns = (turn(prompt, first), turn(prompt + first + tool_text, last))
     episode = Episode(id="e", task_id="t", group_id="g", index=0, attempt=0, seed=0, turns=turns, reward=0.0)
-    trajectory = assemble(episode, temperature=0.7)
+    (trajectory,) = assemble(episode, temperature=0.7)
     assert list(trajectory.loss_mask) == [0] * 2 + [1] * 5 + [0] * 7 + [1] * 4
     assert sum(trajectory.loss_mask) == 9 and trajectory.num_prompt_tokens == 2 and trajectory.temperature == 0.7
     broken = Episode(

@@ -253,3 +253,32 @@ def test_metrics_are_the_engines_counters():
             return (await plain.get("../metrics")).text
 
     assert "tandem_engine_version 3" in talk(lambda _: say("x"), body).splitlines()
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
+    async def body(client, engine):
+        monkeypatch.setattr(renderer().tokenizer, "encode", None)
+        monkeypatch.setattr(renderer(), "prompt", None)
+        with pytest.raises(openai.BadRequestError, match="characters") as chat:
+            await create(client, messages=[{"role": "user", "content": "x" * 1_000_000}])
+        with pytest.raises(openai.BadRequestError, match="characters"):
+            await client.completions.create(model="small", prompt="x" * 1_000_000)
+        return chat.value.code
+
+    assert talk(lambda _: say("x"), body) == "context_length_exceeded"
+
+
+def test_a_client_that_leaves_in_its_body_is_no_error_of_the_server(caplog):
+    async def body(client, engine):
+        url = client.base_url
+        for _ in range(5):
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{half")
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        await asyncio.sleep(0.2)
+        return (await create(client)).choices[0].message.content
+
+    assert talk(lambda _: say("still here"), body) == "still here"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
