@@ -80,6 +80,10 @@ class SnapshotCorrupt(SnapshotError):
     """What is kept of a snapshot is not what was put there."""
 
 
+class BuildFailed(SandboxError):
+    """A command of an image's build failed."""
+
+
 class EpisodeError(TandemError):
     """An episode failed."""
 

@@ -27,8 +27,21 @@ from tandem.sandbox.images.tar_reader import read_tar
 from tandem.sandbox.images.tree import build_tree
 from tandem.sandbox.images.unpack import unpack
 
+UNPACKED = "-files"  # of a folder's name
 TAR, INDEX, FILES = "layer.tar", "index.erofs", "files"
 HASH_QUEUE = 8
+
+
+class Hold:
+    """Layers that stay until ``release`` (idempotent) or the end of this process."""
+
+    def __init__(self, layers: tuple[Layer, ...], descriptors: list[int]) -> None:
+        self.layers = layers
+        self._descriptors = descriptors
+
+    def release(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 class LayerStore:
@@ -74,6 +87,12 @@ class LayerStore:
             raise SandboxError(f"{what} went while it was being kept")
         return layer
 
+    def add_file(self, tar: Path) -> Layer:
+        """Keep a layer that is a plain tar on this machine, under the digest that it has."""
+        with tar.open("rb") as file:
+            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        return self.find(digest) or self.add(digest, _pieces(tar))
+
     @contextmanager
     def using(self, digests: Sequence[str]) -> Iterator[tuple[Layer, ...]]:
         """Hold layers: none of them is evicted inside.
@@ -81,36 +100,54 @@ class LayerStore:
         Raises:
             SandboxError: one is not here.
         """
-        held: list[int] = []
+        hold = self.hold(digests)
         try:
-            layers = []
+            yield hold.layers
+        finally:
+            hold.release()
+
+    def hold(self, digests: Sequence[str]) -> Hold:
+        """As ``using``, for who lets go elsewhere."""
+        descriptors: list[int] = []
+        layers: list[Layer] = []
+        try:
             for digest in digests:
-                held.append(self._hold(digest))
+                descriptors.append(self._hold(digest))
                 found = self.find(digest)
                 assert found is not None
                 layers.append(found)
-            yield tuple(layers)
-        finally:
-            for descriptor in held:
+        except BaseException:
+            for descriptor in descriptors:
                 os.close(descriptor)
+            raise
+        return Hold(tuple(layers), descriptors)
 
-    def evict(self, *, keep: Iterable[str] = ()) -> list[str]:
-        """Make the store as small as ``max_bytes``, if what is in use or in ``keep`` lets it; what went."""
+    def evict(self, *, keep: Iterable[str] = (), max_bytes: int | None = None) -> list[str]:
+        """Make the store as small as ``max_bytes`` (None: its own bound), if what is in use or in ``keep`` lets it;
+        the digests of what went."""
+        bound = self.max_bytes if max_bytes is None else max_bytes
         kept = {self._place(digest).name for digest in keep}
+        total = 0
         found = []
-        for folder in self._layers.iterdir():
-            if not folder.name.startswith("."):
-                with suppress(FileNotFoundError):
-                    found.append((folder.stat().st_mtime, _size(folder), folder))
-        total = sum(size for _, size, _ in found)
+        for folder in self._folders():
+            with suppress(FileNotFoundError):
+                found.append((folder.stat().st_mtime, _size(folder), folder))
+                total += found[-1][1]
         gone = []
         for _, size, folder in sorted(found):
-            if total <= self.max_bytes:
+            if total <= bound:
                 break
             if folder.name not in kept and self._remove(folder):
                 total -= size
-                gone.append(folder.name.replace("-", ":", 1))
+                gone.append(folder.name.removesuffix(UNPACKED).replace("-", ":", 1))
         return gone
+
+    def total(self) -> int:
+        """Bytes on disk of all layers."""
+        return sum(_size(folder) for folder in self._folders())
+
+    def _folders(self) -> list[Path]:
+        return [folder for folder in self._layers.iterdir() if not folder.name.startswith(".") and folder.is_dir()]
 
     def remove(self, digest: str) -> bool:
         """Whether a layer went; one in use stays."""
@@ -124,7 +161,7 @@ class LayerStore:
         algorithm, _, name = digest.partition(":")
         if not name.isalnum() or not algorithm.isalnum():
             raise SandboxError(f"{digest!r} is no digest")
-        return self._layers / f"{algorithm}-{name}{'' if self.kind is LayerKind.EROFS_TAR else '-files'}"
+        return self._layers / f"{algorithm}-{name}{'' if self.kind is LayerKind.EROFS_TAR else UNPACKED}"
 
     def _add_unnamed(self, pieces: Iterable[bytes]) -> Layer:
         with boundary(SandboxError, f"no room for a layer in {self.folder}", hint="is the disk full?"):

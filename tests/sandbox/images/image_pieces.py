@@ -8,6 +8,9 @@ import gzip
 import hashlib
 import io
 import json
+import re
+import shutil
+import subprocess
 import tarfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +53,26 @@ def make_tar(members: Sequence[tuple[tarfile.TarInfo, bytes]], format: int = tar
         for info, data in members:
             tar.addfile(info, io.BytesIO(data))
     return out.getvalue()
+
+
+def system_layer(*programs: str) -> bytes:
+    """A small system of this machine's own programs, as the lowest layer of an image."""
+    paths: dict[str, Path] = {}
+    for name in ("sh", *programs):
+        found = shutil.which(name)
+        assert found is not None, name
+        paths[f"bin/{name}"] = Path(found)
+        listed = subprocess.run(["ldd", found], capture_output=True, text=True).stdout
+        for library in re.findall(r"(/\S+)", listed):
+            paths[library.lstrip("/")] = Path(library)
+    folders = {str(parent) for path in paths for parent in list(Path(path).parents)[:-1]}
+    folders |= {"tmp", "etc", "root", "proc"}
+    return make_tar([
+        *(folder(path) for path in sorted(folders)),
+        *(member(path, source.resolve().read_bytes(), mode=0o755) for path, source in paths.items()),
+        member("etc/passwd", b"root:x:0:0::/root:/bin/sh\nweb:x:33:44::/srv:/bin/sh\n"),
+        member("etc/group", b"root:x:0:\nstaff:x:50:\n"), link("usr-link", "/usr/share"), folder("usr/share"),
+    ])
 
 
 def sha256(data: bytes) -> str:
