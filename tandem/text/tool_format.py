@@ -15,7 +15,10 @@ from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 BUILTIN = {
     "fence": "tandem.text.parsers.fence:FORMAT",
+    "gemma": "tandem.text.parsers.pythonic:GEMMA",
     "hermes": "tandem.text.parsers.hermes:FORMAT",
+    "llama": "tandem.text.parsers.llama:FORMAT",
+    "pythonic": "tandem.text.parsers.pythonic:FORMAT",
 }
 
 

@@ -18,6 +18,7 @@ class ModelSection(Section):
     device: str = "auto"
     """Device of the weights: `auto` takes the accelerator where there is one, else `cpu`."""
     tool_format: str = "auto"
-    """How tool calls are written: `auto` (the template's own, else `fence`), `fence` or `hermes`."""
+    """How tool calls are written: `auto` (the template's own, else `fence`), `fence`, `gemma`, `hermes`, `llama` or
+    `pythonic`."""
     max_context_tokens: int = Field(default=2048, ge=16)
     """Longest prompt plus answer, in tokens; the model's own maximum if that is smaller."""
