@@ -33,6 +33,8 @@ def unpack(archive: Path, folder: Path) -> None:
         members = tar.getmembers()
         tar.extractall(folder, members, filter="fully_trusted")
         for member in members:
+            if member.issym():  # tarfile leaves their time alone
+                os.utime(folder / member.name, (member.mtime, member.mtime), follow_symlinks=False)
             for key, value in member.pax_headers.items():
                 if key.startswith(XATTR):
                     data = value.encode("utf-8", "surrogateescape")

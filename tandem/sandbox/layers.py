@@ -37,7 +37,7 @@ class LayerKeeper:
         self._named = named
         self._reserved: Counter[str] = Counter()
         self._deleting = asyncio.Lock()
-        self._making: dict[str, asyncio.Lock] = {}
+        self._busy: dict[str, tuple[asyncio.Lock, int]] = {}
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a killed process
         self._scratch.mkdir(parents=True, exist_ok=True)
         self._forget_after_a_crash()
@@ -145,8 +145,22 @@ class LayerKeeper:
     async def _put_file(self, path: Path, mine: list[str]) -> str:
         blob = await asyncio.to_thread(file_digest, path)
         await self._reserve([blob], mine)
-        await asyncio.to_thread(self._store.put, path, blob)
+        async with self._alone(blob):
+            await asyncio.to_thread(self._store.put, path, blob)
         return blob
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, blob: str) -> AsyncIterator[None]:
+        """One at a time for each blob."""
+        lock, num_users = self._busy.get(blob, (asyncio.Lock(), 0))
+        self._busy[blob] = (lock, num_users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, num_users = self._busy.pop(blob)
+            if num_users > 1:
+                self._busy[blob] = (lock, num_users - 1)
 
     async def _reserve(self, blobs: list[str], mine: list[str]) -> None:
         async with self._deleting:
@@ -178,10 +192,9 @@ class LayerKeeper:
 
     async def _folder(self, blob: str) -> Path:
         ready = self._ready / blob
-        async with self._making.setdefault(blob, asyncio.Lock()):
+        async with self._alone(blob):
             if not ready.exists():
                 await asyncio.to_thread(self._unpack, blob, ready)
-        self._making.pop(blob, None)
         return ready
 
     async def _file(self, blob: str) -> Path:
@@ -189,12 +202,11 @@ class LayerKeeper:
         if path is not None:
             return path
         ready = self._ready / blob
-        async with self._making.setdefault(blob, asyncio.Lock()):
+        async with self._alone(blob):
             if not ready.exists():
                 scratch = self._scratch / blob
                 await asyncio.to_thread(self._store.fetch, blob, scratch)
                 os.rename(scratch, ready)
-        self._making.pop(blob, None)
         return ready
 
     def _unpack(self, blob: str, ready: Path) -> None:

@@ -42,7 +42,11 @@ class FolderFrozen:
         return Root(layers=(Layer(path=self.folder),), host_base=False)
 
     async def save(self, folder: Path) -> Root:
-        await asyncio.to_thread(shutil.copytree, self.folder, folder / "files", symlinks=True)
+        try:
+            await asyncio.to_thread(shutil.copytree, self.folder, folder / "files", symlinks=True)
+        except shutil.Error as error:  # it hides what the system said
+            full = "[Errno 28]" in str(error)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
         return Root(layers=(Layer(path=folder / "files"),), host_base=False)
 
     async def release(self) -> None:
