@@ -103,6 +103,8 @@ class FolderBox:
     async def pause(self, *, cold: bool = False) -> None:
         await self._step("pause")
         self._signal(signal.SIGSTOP)
+        while self._process is not None and not self.gone.done() and not stopped(self.pid):
+            await asyncio.sleep(0.001)  # it stops when it next runs
         self.paused = True
         self._awake.clear()
 
@@ -255,5 +257,9 @@ def processes_in(folder: Path) -> list[int]:
 
 
 def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    """Stopped or dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "TZ"
+    except OSError:
+        return True
 
