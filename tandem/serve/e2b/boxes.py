@@ -1,0 +1,256 @@
+"""The boxes of a manager as the HTTP face needs them: by id, with what clients opened in them.
+
+Owns: per box, the tables of commands, watchers and kernels that clients made over HTTP; they end with the box. Refuses:
+state of boxes, which is the manager's alone. Invariant: an entry lives no longer than its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from tandem.core.boxes import SandboxSpec, SandboxState
+from tandem.core.errors import SandboxError, SandboxGone
+from tandem.sandbox.backend import Process, Start
+from tandem.sandbox.manager import SandboxManager
+from tandem.sandbox.records import BoxRecord, Life, LogLine, PauseMode, SnapshotRecord
+from tandem.sandbox.session import Session
+from tandem.serve.e2b import shapes
+from tandem.serve.e2b.faults import Fault, not_found, not_running
+
+T = TypeVar("T")
+MAX_BOXES = 1_000_000  # of one list: all
+
+
+class Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+class Entry:
+    """One box, as the in-box services see it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._kept: dict[str, Any] = {}
+
+    @property
+    def id(self) -> str:
+        return self.session.id
+
+    @property
+    def files(self):
+        return self.session.files
+
+    def keep(self, name: str, make: Callable[[], T]) -> T:
+        """What belongs to the box under this name, made at its first use."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    async def start(self, start: Start) -> Process:
+        box = await self.session.use()
+        return await box.start(start)
+
+    async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        box = await self.session.use()
+        return await box.connect(port)
+
+    async def close(self) -> None:
+        for one in self._kept.values():
+            with suppress(Exception):  # the box is gone, and what stood on it may say so
+                await one.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInfo:
+    """What is known of one file. ``mode`` has its type too; ``target`` is a symbolic link's."""
+
+    path: str
+    mode: int
+    size: int
+    owner: str
+    group: str
+    modified_s: float
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChange:
+    """Something happened to ``path``; ``name`` is it from the watched folder on."""
+
+    path: str
+    name: str
+    kind: str  # create, write, remove, rename, chmod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a box uses now. None: this machine does not tell."""
+
+    cpu_s: float | None
+    cpu_pct: float | None
+    memory_bytes: int | None
+    disk_bytes: int | None
+    processes: int | None
+
+
+class Boxes:
+    """Verbs by id. ``spec`` is what boxes are unless a client asks otherwise; ``aliases`` are template names that
+    clients use without having made them; ``may_internet``: whether a box may have the open internet at all."""
+
+    def __init__(
+        self, manager: SandboxManager, spec: SandboxSpec, *, aliases: dict[str, str], may_internet: bool
+    ) -> None:
+        self.manager = manager
+        self._spec = spec
+        self._aliases = aliases
+        self._may_internet = may_internet
+        self._entries: dict[str, Entry] = {}
+        self._samples: dict[str, tuple[float, float]] = {}
+
+    # ---- one box
+    def record(self, sandbox_id: str) -> BoxRecord:
+        """Raises: Fault 404."""
+        try:
+            record = self.manager.get(sandbox_id)
+        except SandboxGone:
+            raise not_found(sandbox_id) from None
+        if record.state in (SandboxState.DEAD, SandboxState.KILLING):
+            raise not_found(sandbox_id)
+        return record
+
+    def entry(self, sandbox_id: str) -> Entry:
+        """For the in-box services: a box that runs, or that its use resumes.
+
+        Raises:
+            Fault 502, in the words of E2B's proxy.
+        """
+        try:
+            record = self.record(sandbox_id)
+            session = self.manager.session(sandbox_id)
+        except (Fault, SandboxError):
+            raise not_running(sandbox_id) from None
+        if record.state is SandboxState.PAUSED and not record.auto_resume:
+            raise not_running(sandbox_id)
+        entry = self._entries.get(sandbox_id)
+        if entry is None or entry.session is not session:
+            self._forget_dead()
+            entry = self._entries[sandbox_id] = Entry(session)
+        return entry
+
+    def records(self) -> list[BoxRecord]:
+        return [record for record in self._all() if record.state not in
+                (SandboxState.DEAD, SandboxState.KILLING, SandboxState.CREATING)]  # fmt: skip
+
+    def _all(self) -> list[BoxRecord]:
+        return self.manager.list(limit=MAX_BOXES).boxes
+
+    # ---- verbs
+    async def create(self, asked: shapes.NewSandbox, *, timeout_s: float) -> BoxRecord:
+        template, snapshot = self._template(asked.template_id)
+        policy = shapes.policy_of(asked.network, asked.allow_internet_access, may_internet=self._may_internet)
+        spec = replace(
+            self._spec,
+            template=template,
+            environment=self._spec.environment | (asked.env_vars or {}),
+            network=policy,
+        )
+        public = asked.network.allow_public_traffic is not False
+        metadata = (asked.metadata or {}) | {shapes.ALIAS: asked.template_id}
+        life = Life(
+            lifetime_s=timeout_s,
+            on_timeout=shapes.on_timeout(asked.auto_pause),
+            auto_resume=asked.auto_resume.enabled,
+            metadata=metadata if public else metadata | {shapes.PUBLIC: "false"},
+        )
+        session = await self.manager.create(spec, life=life, snapshot=snapshot)
+        return self.record(session.id)
+
+    async def connect(self, sandbox_id: str, *, timeout_s: float) -> tuple[BoxRecord, bool]:
+        """Running from now on, for at least ``timeout_s`` more; and whether it was paused."""
+        before = self.record(sandbox_id)
+        paused = shapes.shown_state(before.state) == "paused"
+        if paused:
+            await self.manager.resume(sandbox_id, lifetime_s=timeout_s)
+        self.manager.refresh(sandbox_id, timeout_s)
+        return self.record(sandbox_id), paused
+
+    async def kill(self, sandbox_id: str) -> None:
+        self.record(sandbox_id)
+        await self.manager.kill(sandbox_id)
+        self._forget_dead()
+
+    async def pause(self, sandbox_id: str, *, memory: bool) -> bool:
+        """False: it was paused already."""
+        self.record(sandbox_id)
+        return await self.manager.pause(sandbox_id, mode=PauseMode.WARM if memory else PauseMode.FILES)
+
+    async def fork(self, sandbox_id: str, count: int, *, timeout_s: float) -> list[BoxRecord | Exception]:
+        before = self.record(sandbox_id)
+        life = Life(lifetime_s=timeout_s, on_timeout=before.on_timeout, auto_resume=before.auto_resume,
+                    metadata=before.metadata)  # fmt: skip
+        children = await self.manager.fork(sandbox_id, count, life=life)
+        return [
+            self.record(child.session.id) if child.session is not None else child.error or SandboxError("no child")
+            for child in children
+        ]
+
+    async def snapshot(self, sandbox_id: str, *, name: str) -> SnapshotRecord:
+        self.record(sandbox_id)
+        return await self.manager.snapshot(sandbox_id, name=name)
+
+    def snapshots(self, sandbox_id: str) -> list[SnapshotRecord]:
+        return self.manager.snapshots.list(sandbox_id=sandbox_id)
+
+    def set_timeout(self, sandbox_id: str, seconds: float) -> None:
+        """Ends that many seconds from now."""
+        self.record(sandbox_id)
+        self.manager.set_timeout(sandbox_id, seconds)
+
+    def refresh(self, sandbox_id: str, seconds: float) -> None:
+        """Ends no sooner than that many seconds from now."""
+        self.record(sandbox_id)
+        self.manager.refresh(sandbox_id, seconds)
+
+    async def set_network(self, sandbox_id: str, asked: shapes.Network) -> None:
+        self.record(sandbox_id)
+        policy = shapes.policy_of(asked, None, may_internet=self._may_internet)
+        await self.manager.set_network(sandbox_id, policy)
+
+    async def usage(self, sandbox_id: str) -> Cost:
+        """``cpu_pct`` is that of the time since the last look, or since it started."""
+        record = self.record(sandbox_id)
+        usage = await self.manager.usage(sandbox_id)
+        now = time.time()
+        pct = None
+        if usage.cpu_s is not None:
+            since, used_s = self._samples.get(sandbox_id, (record.started_at, 0.0))
+            self._samples[sandbox_id] = (now, usage.cpu_s)
+            pct = max(0.0, 100 * (usage.cpu_s - used_s) / max(now - since, 1e-3))
+        return Cost(cpu_s=usage.cpu_s, cpu_pct=pct, memory_bytes=usage.memory_bytes, disk_bytes=usage.disk_bytes,
+                    processes=usage.processes)  # fmt: skip
+
+    def logs(self, sandbox_id: str, *, since: float, limit: int) -> list[LogLine]:
+        self.record(sandbox_id)
+        return list(self.manager.logs(sandbox_id, since=since, limit=limit))
+
+    async def close(self) -> None:
+        while self._entries:
+            await self._entries.popitem()[1].close()
+
+    def _template(self, name: str) -> tuple[str, str]:
+        """A template that the spec knows, or a snapshot to start from."""
+        if any(name in (one.id, one.name) for one in self.manager.snapshots.list()):
+            return self._spec.template, name
+        return self._aliases.get(name, name), ""
+
+    def _forget_dead(self) -> None:
+        for name in [name for name, one in self._entries.items() if one.session.state is SandboxState.DEAD]:
+            entry = self._entries.pop(name)
+            self._samples.pop(name, None)
+            asyncio.ensure_future(entry.close())
+
