@@ -58,6 +58,10 @@ class Access:
         """What opens the ports of a box whose ports are not public (``trafficAccessToken``)."""
         return self._token("traffic", sandbox_id)
 
+    def upload_token(self, files_hash: str) -> str:
+        """What a link for uploading these files carries."""
+        return self._token("upload", files_hash)
+
     def check_box(self, sandbox_id: str, headers: Headers) -> None:
         """Raises: Fault 401."""
         given = headers.get("x-access-token", "")

@@ -20,6 +20,7 @@ from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import BoxRecord, Life, LogLine, PauseMode, SnapshotRecord
 from tandem.sandbox.session import Session
 from tandem.serve.e2b import shapes
+from tandem.serve.e2b.building import start_up
 from tandem.serve.e2b.faults import Fault, not_found, not_running
 
 T = TypeVar("T")
@@ -103,12 +104,19 @@ class Boxes:
     clients use without having made them; ``may_internet``: whether a box may have the open internet at all."""
 
     def __init__(
-        self, manager: SandboxManager, spec: SandboxSpec, *, aliases: dict[str, str], may_internet: bool
+        self,
+        manager: SandboxManager,
+        spec: SandboxSpec,
+        *,
+        aliases: dict[str, str],
+        may_internet: bool,
+        templates: TemplateList | None = None,
     ) -> None:
         self.manager = manager
-        self._spec = spec
+        self.spec = spec
         self._aliases = aliases
         self._may_internet = may_internet
+        self._templates = templates or TemplateList(None)
         self._entries: dict[str, Entry] = {}
         self._samples: dict[str, tuple[float, float]] = {}
 
@@ -151,12 +159,20 @@ class Boxes:
 
     # ---- verbs
     async def create(self, asked: shapes.NewSandbox, *, timeout_s: float) -> BoxRecord:
-        template, snapshot = self._template(asked.template_id)
+        found = self._templates.find(asked.template_id)
+        template, snapshot = self._origin(asked.template_id, found)
+        built = found[1] if found else Build(id="")
         policy = shapes.policy_of(asked.network, asked.allow_internet_access, may_internet=self._may_internet)
+        limits = self.spec.limits
         spec = replace(
-            self._spec,
+            self.spec,
             template=template,
-            environment=self._spec.environment | (asked.env_vars or {}),
+            limits=replace(
+                limits,
+                cpus=float(built.cpu_count) or limits.cpus,
+                memory_bytes=built.memory_mb * 2**20 or limits.memory_bytes,
+            ),
+            environment=self.spec.environment | built.environment | (asked.env_vars or {}),
             network=policy,
         )
         public = asked.network.allow_public_traffic is not False
@@ -168,6 +184,14 @@ class Boxes:
             metadata=metadata if public else metadata | {shapes.PUBLIC: "false"},
         )
         session = await self.manager.create(spec, life=life, snapshot=snapshot)
+        if found is not None:
+            template_of, build = found
+            template_of.spawned, template_of.last_spawned_at = template_of.spawned + 1, time.time()
+            try:
+                await start_up(session, build)
+            except BaseException:
+                await self.manager.kill(session.id)
+                raise
         return self.record(session.id)
 
     async def connect(self, sandbox_id: str, *, timeout_s: float) -> tuple[BoxRecord, bool]:
@@ -242,10 +266,18 @@ class Boxes:
         while self._entries:
             await self._entries.popitem()[1].close()
 
-    def _template(self, name: str) -> tuple[str, str]:
-        """A template that the spec knows, or a snapshot to start from."""
+    async def delete_snapshot(self, name: str) -> bool:
+        """False: there is none of this name."""
+        if not any(name in (one.id, one.name) for one in self.manager.snapshots.list()):
+            return False
+        return await self.manager.delete_snapshot(name)
+
+    def _origin(self, name: str, found: tuple[Template, Build] | None) -> tuple[str, str]:
+        """The backend's template and the snapshot (or '') that a box of this name starts from."""
+        if found is not None:
+            return found[1].base or self.spec.template, found[1].snapshot
         if any(name in (one.id, one.name) for one in self.manager.snapshots.list()):
-            return self._spec.template, name
+            return self.spec.template, name
         return self._aliases.get(name, name), ""
 
     def _forget_dead(self) -> None:
