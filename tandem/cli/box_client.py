@@ -68,7 +68,8 @@ class BoxClient:
         found: list[Message] = []
         token = ""
         while True:
-            response = self._send("GET", "/v2/sandboxes", params=(words or {}) | {"nextToken": token} if token else words)
+            more = (words or {}) | ({"nextToken": token} if token else {})
+            response = self._send("GET", "/v2/sandboxes", params=more)
             found += response.json()
             token = response.headers.get("x-next-token", "")
             if not token:

@@ -49,6 +49,7 @@ def execute(
     tandem sandbox exec ID -- python3 -c 'print(1)'
     tandem sandbox exec --timeout 5 ID 'make test | tail'
     """
+    command = command[1:] if command[0] == "--" else command
     words = ["/bin/sh", "-c", command[0]] if len(command) == 1 else command
     asked: Message = {"process": {"cmd": words[0], "args": words[1:]} | ({"cwd": folder} if folder else {}),
                       "stdin": stdin}  # fmt: skip

@@ -70,7 +70,7 @@ def ls(
     if as_json:
         print(json.dumps(boxes, indent=2))
         return
-    _table(
+    print_table(
         ["id", "state", "template", "started", "ends", "labels"],
         [[box["sandboxID"], box["state"], box["alias"], box["startedAt"][:19], box["endAt"][:19],
           ",".join(f"{name}={value}" for name, value in box["metadata"].items())] for box in boxes],
@@ -135,7 +135,7 @@ def snapshot(
             print(client.ask("POST", f"/sandboxes/{box}/snapshots", {"name": name} if name else {})["snapshotID"])
         else:
             found = client.ask("GET", "/snapshots")
-            _table(["id", "names"], [[one["snapshotID"], ",".join(one["names"])] for one in found])
+            print_table(["id", "names"], [[one["snapshotID"], ",".join(one["names"])] for one in found])
 
 
 def timeout(box: str = BOX, seconds: int = typer.Argument(min=0, help="From now."), url: str = URL,
@@ -198,7 +198,7 @@ def top(
                     continue
                 rows.append([box["sandboxID"], box["alias"], _number(told.get("cpuUsedPct"), "%"),
                              _mebi(told.get("memUsed")), _mebi(told.get("diskUsed"))])  # fmt: skip
-            _table(["id", "template", "cpu", "memory", "disk"], rows)
+            print_table(["id", "template", "cpu", "memory", "disk"], rows)
             if not every_s:
                 return
             time.sleep(every_s)
@@ -206,13 +206,12 @@ def top(
 
 
 def _pairs(words: list[str], flag: str) -> dict[str, str]:
-    pairs = dict(word.partition("=")[::2] for word in words)
     if bad := [word for word in words if "=" not in word]:
         raise ConfigError(f"{flag} {bad[0]}: no value", hint=f"{flag} NAME=VALUE")
-    return pairs
+    return {word.partition("=")[0]: word.partition("=")[2] for word in words}
 
 
-def _table(head: list[str], rows: list[list[str]]) -> None:
+def print_table(head: list[str], rows: list[list[str]]) -> None:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     for row in [head, *rows]:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

@@ -9,19 +9,30 @@ from pathlib import Path
 import typer
 
 from tandem.cli import words
+from tandem.cli.commands import box_exec, box_server, boxes
 from tandem.config.load import load
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import ExecResult
 from tandem.core.errors import ConfigError
 from tandem.record.sinks.nowhere import NowhereSink
 
-app = typer.Typer(help="Boxes by hand.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Boxes: one command in a box of its own (run), or a server of boxes (serve) and what can be done with them.",
+    epilog="Start with: tandem sandbox run -- id. Or: tandem sandbox serve, and then: tandem sandbox start",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 TIMED_OUT = 124
 
 
 @app.callback()
 def _group() -> None:
     """A group: ``tandem sandbox run``."""
+
+
+box_server.add(app)
+boxes.add(app)
+box_exec.add(app)
 
 
 @app.command(

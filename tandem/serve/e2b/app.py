@@ -31,6 +31,7 @@ from tandem.serve.e2b.faults import Fault, fault_of, fault_response, json_respon
 from tandem.serve.e2b.metrics import Metrics
 from tandem.serve.e2b.openapi import document
 from tandem.serve.e2b.routing import ENVD_PORT, INTERPRETER_PORT, Target, target_of
+from tandem.serve.e2b.template_routes import TemplateRoutes
 
 SERVICES = {"process.Process": processes.service_of, "filesystem.Filesystem": filesystem.service_of}
 AGENTS = {"", "user", "agent"}  # names of the user that commands are run as unless told otherwise
@@ -42,8 +43,8 @@ class Face:
 
     boxes: Boxes
     access: Access
+    templates: TemplateRoutes
     domain: str = ""  # boxes are reached at PORT-ID.domain; '' : by headers only
-    extra_routes: tuple[Route, ...] = ()
 
 
 def make_app(face: Face) -> ASGIApp:
@@ -60,8 +61,9 @@ def make_app(face: Face) -> ASGIApp:
     async def numbers(request: Request) -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
-    routes = [*(_guarded(face, route) for route in (*control.routes(), *face.extra_routes))]
-    open_routes = [Route("/openapi.json", openapi), Route("/health", health), Route("/metrics", numbers)]
+    routes = [*(_guarded(face, route) for route in (*control.routes(), *face.templates.routes()))]
+    open_routes = [Route("/openapi.json", openapi), Route("/health", health), Route("/metrics", numbers),
+                   *face.templates.open_routes()]  # fmt: skip
     plane = Starlette(
         routes=[*routes, *open_routes],
         exception_handlers={HTTPException: _http_error, Exception: _any_error, Fault: _any_error},

@@ -11,22 +11,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
-from tandem.sandbox.backend import Process, Start
+from tandem.sandbox.backend import Ability, Process, Start, Usage, refuse
 from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import BoxRecord, Life, LogLine, PauseMode, SnapshotRecord
 from tandem.sandbox.session import Session
 from tandem.serve.e2b import shapes
 from tandem.serve.e2b.building import start_up
+from tandem.serve.e2b.called import CalledFiles, CalledProcess
 from tandem.serve.e2b.faults import Fault, not_found, not_running
+from tandem.serve.e2b.files import BoxFiles
+from tandem.serve.e2b.templates import Build, Template, TemplateList
 
 T = TypeVar("T")
 MAX_BOXES = 1_000_000  # of one list: all
 
 
+@runtime_checkable
 class Closable(Protocol):
     async def close(self) -> None: ...
 
@@ -34,8 +38,9 @@ class Closable(Protocol):
 class Entry:
     """One box, as the in-box services see it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, abilities: frozenset[Ability]) -> None:
         self.session = session
+        self._abilities = abilities
         self._kept: dict[str, Any] = {}
 
     @property
@@ -43,8 +48,8 @@ class Entry:
         return self.session.id
 
     @property
-    def files(self):
-        return self.session.files
+    def files(self) -> BoxFiles:
+        return self.keep("files", lambda: CalledFiles(self.session))
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
         """What belongs to the box under this name, made at its first use."""
@@ -53,39 +58,21 @@ class Entry:
         return self._kept[name]
 
     async def start(self, start: Start) -> Process:
-        box = await self.session.use()
-        return await box.start(start)
+        if Ability.PROCESSES not in self._abilities:
+            await self.session.use()
+            return CalledProcess(self.session, start)
+        return await (await self.session.use()).start(start)
 
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        box = await self.session.use()
-        return await box.connect(port)
+        if Ability.PORTS not in self._abilities:
+            raise refuse("box's", Ability.PORTS)
+        return await (await self.session.use()).connect(port)
 
     async def close(self) -> None:
         for one in self._kept.values():
-            with suppress(Exception):  # the box is gone, and what stood on it may say so
-                await one.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileInfo:
-    """What is known of one file. ``mode`` has its type too; ``target`` is a symbolic link's."""
-
-    path: str
-    mode: int
-    size: int
-    owner: str
-    group: str
-    modified_s: float
-    target: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileChange:
-    """Something happened to ``path``; ``name`` is it from the watched folder on."""
-
-    path: str
-    name: str
-    kind: str  # create, write, remove, rename, chmod
+            if isinstance(one, Closable):
+                with suppress(Exception):  # the box is gone, and what stood on it may say so
+                    await one.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +134,7 @@ class Boxes:
         entry = self._entries.get(sandbox_id)
         if entry is None or entry.session is not session:
             self._forget_dead()
-            entry = self._entries[sandbox_id] = Entry(session)
+            entry = self._entries[sandbox_id] = Entry(session, self.manager.backend.abilities)
         return entry
 
     def records(self) -> list[BoxRecord]:
@@ -155,7 +142,7 @@ class Boxes:
                 (SandboxState.DEAD, SandboxState.KILLING, SandboxState.CREATING)]  # fmt: skip
 
     def _all(self) -> list[BoxRecord]:
-        return self.manager.list(limit=MAX_BOXES).boxes
+        return self.manager.boxes(limit=MAX_BOXES).boxes
 
     # ---- verbs
     async def create(self, asked: shapes.NewSandbox, *, timeout_s: float) -> BoxRecord:
@@ -228,7 +215,7 @@ class Boxes:
         return await self.manager.snapshot(sandbox_id, name=name)
 
     def snapshots(self, sandbox_id: str) -> list[SnapshotRecord]:
-        return self.manager.snapshots.list(sandbox_id=sandbox_id)
+        return self.manager.snapshots.kept(sandbox_id=sandbox_id)
 
     def set_timeout(self, sandbox_id: str, seconds: float) -> None:
         """Ends that many seconds from now."""
@@ -243,12 +230,16 @@ class Boxes:
     async def set_network(self, sandbox_id: str, asked: shapes.Network) -> None:
         self.record(sandbox_id)
         policy = shapes.policy_of(asked, None, may_internet=self._may_internet)
-        await self.manager.set_network(sandbox_id, policy)
+        if Ability.NETWORK not in self.manager.backend.abilities and not policy.none:
+            raise refuse(self.manager.backend.name, Ability.NETWORK)
+        if Ability.NETWORK in self.manager.backend.abilities:
+            await (await self.manager.session(sandbox_id).use()).set_network(policy)
 
     async def usage(self, sandbox_id: str) -> Cost:
         """``cpu_pct`` is that of the time since the last look, or since it started."""
         record = self.record(sandbox_id)
-        usage = await self.manager.usage(sandbox_id)
+        told = Ability.USAGE in self.manager.backend.abilities
+        usage = await self.manager.usage(sandbox_id) if told else Usage()
         now = time.time()
         pct = None
         if usage.cpu_s is not None:
@@ -268,7 +259,7 @@ class Boxes:
 
     async def delete_snapshot(self, name: str) -> bool:
         """False: there is none of this name."""
-        if not any(name in (one.id, one.name) for one in self.manager.snapshots.list()):
+        if not any(name in (one.id, one.name) for one in self.manager.snapshots.kept()):
             return False
         return await self.manager.delete_snapshot(name)
 
@@ -276,7 +267,7 @@ class Boxes:
         """The backend's template and the snapshot (or '') that a box of this name starts from."""
         if found is not None:
             return found[1].base or self.spec.template, found[1].snapshot
-        if any(name in (one.id, one.name) for one in self.manager.snapshots.list()):
+        if any(name in (one.id, one.name) for one in self.manager.snapshots.kept()):
             return self.spec.template, name
         return self._aliases.get(name, name), ""
 

@@ -37,14 +37,14 @@ if [ -n "$5" ]; then chmod -R "$5" "$3"; fi
 """
 
 
-class Step(Body):
+class Step(Body, frozen=True, kw_only=True, rename="camel"):
     type: str
     args: list[str] = []
     files_hash: str = ""
     force: bool = False
 
 
-class BuildStart(Body):
+class BuildStart(Body, frozen=True, kw_only=True, rename="camel"):
     """What a build starts from, and its steps."""
 
     from_image: str = ""
@@ -191,7 +191,8 @@ class Builder:
             destination = f"{site.folder}/{destination}"
         scratch = f"/tmp/.copy-{number}"
         await self._run(site, 'rm -rf "$1"; mkdir -m 1777 "$1"', "root", number, folder="/", arguments=(scratch,))
-        await site.session.files.write(f"{scratch}/archive", await asyncio.to_thread(archive.read_bytes))
+        data = await asyncio.to_thread(archive.read_bytes)
+        await site.session.files.write(f"{scratch}/archive", data)
         words = (scratch, source, destination, _owner(owner), mode)
         await self._run(site, _COPY, "root", number, folder="/", arguments=words)
         await self._run(site, 'rm -rf "$1"', "root", number, folder="/", arguments=(scratch,))

@@ -167,8 +167,11 @@ class _Joint:
                 if message["type"] == "websocket.disconnect":
                     await self._write(events.CloseConnection(code=message.get("code") or 1000))
                     return
-                text, data = message.get("text"), message.get("bytes")
-                await self._write(events.TextMessage(data=text) if text is not None else events.BytesMessage(data=data))
+                text = message.get("text")
+                if text is None:
+                    await self._write(events.BytesMessage(data=message.get("bytes") or b""))
+                else:
+                    await self._write(events.TextMessage(data=text))
         except WebSocketDisconnect:
             return
 

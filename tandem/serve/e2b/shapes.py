@@ -25,11 +25,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """A JSON object of a request."""
 
 
-class AutoResume(Body):
+class AutoResume(Body, frozen=True, kw_only=True, rename="camel"):
     enabled: bool = False
 
 
-class Network(Body):
+class Network(Body, frozen=True, kw_only=True, rename="camel"):
     """A box's network. ``allow_out`` names addresses, blocks and domains; ``deny_out`` addresses and blocks."""
 
     allow_public_traffic: bool | None = None
@@ -40,7 +40,7 @@ class Network(Body):
     rules: dict[str, Any] | None = None
 
 
-class NewSandbox(Body):
+class NewSandbox(Body, frozen=True, kw_only=True, rename="camel"):
     template_id: str = msgspec.field(name="templateID", default="base")
     timeout: int = 15
     auto_pause: bool = False
@@ -55,29 +55,29 @@ class NewSandbox(Body):
     iam: dict[str, Any] | None = None
 
 
-class Connect(Body):
+class Connect(Body, frozen=True, kw_only=True, rename="camel"):
     timeout: int | None = None
     memory: bool | None = None
 
 
-class Timeout(Body):
+class Timeout(Body, frozen=True, kw_only=True, rename="camel"):
     timeout: int
 
 
-class Refresh(Body):
+class Refresh(Body, frozen=True, kw_only=True, rename="camel"):
     duration: int | None = None
 
 
-class Pause(Body):
+class Pause(Body, frozen=True, kw_only=True, rename="camel"):
     memory: bool = True
 
 
-class Fork(Body):
+class Fork(Body, frozen=True, kw_only=True, rename="camel"):
     timeout: int | None = None
     count: int = 1
 
 
-class Snapshot(Body):
+class Snapshot(Body, frozen=True, kw_only=True, rename="camel"):
     name: str = ""
     memory: bool | None = None
 

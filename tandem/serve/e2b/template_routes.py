@@ -27,7 +27,7 @@ MAX_ARCHIVE_BYTES = 2 * 2**30
 MAX_ENTRIES = 100  # of a build's log, in one answer
 
 
-class NewTemplate(shapes.Body):
+class NewTemplate(shapes.Body, frozen=True, kw_only=True, rename="camel"):
     name: str = ""
     alias: str = ""
     tags: list[str] = []
@@ -35,13 +35,13 @@ class NewTemplate(shapes.Body):
     memory_mb: int = msgspec.field(name="memoryMB", default=0)
 
 
-class Tags(shapes.Body):
+class Tags(shapes.Body, frozen=True, kw_only=True, rename="camel"):
     target: str = ""
     name: str = ""
     tags: list[str] = []
 
 
-class Update(shapes.Body):
+class Update(shapes.Body, frozen=True, kw_only=True, rename="camel"):
     public: bool = False
 
 

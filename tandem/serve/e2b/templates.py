@@ -136,7 +136,7 @@ class TemplateList:
         bare, _, tag = name.partition(":")
         if not bare or not bare.replace("-", "").replace("_", "").replace("/", "").replace(".", "").isalnum():
             raise Fault(400, f"name: {name[:60]!r}: letters, digits, - _ . and /")
-        wanted = list(dict.fromkeys([*([tag] if tag else []), *tags])) or [DEFAULT_TAG]
+        wanted = list(dict.fromkeys([tag, *tags] if tag else tags)) or [DEFAULT_TAG]
         try:
             template = self.get(bare)
         except Fault:

@@ -16,9 +16,10 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 
-from tandem.serve.e2b.boxes import Entry, FileChange, FileInfo
+from tandem.serve.e2b.boxes import Entry
 from tandem.serve.e2b.envd.connect import Call, Message, Service, with_keepalive
 from tandem.serve.e2b.faults import Code, Fault
+from tandem.serve.e2b.files import FileChange, FileInfo
 
 MAX_EVENTS = 10_000  # kept for a client that does not poll; the oldest go first
 WATCHER_IDLE_S = 600.0  # a watcher that nobody polls ends

@@ -115,7 +115,10 @@ class _Shell:
         name = f"<cell {self._count}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        ending = tree.body[-1] if tree.body else None
+        last = ending if isinstance(ending, ast.Expr) else None
+        if last is not None:
+            tree.body.pop()
         exec(compile(tree, name, "exec"), self._scope)
         if last is not None:
             value = eval(compile(ast.Expression(last.value), name, "eval"), self._scope)

@@ -74,56 +74,60 @@ class ProcessTable:
 
 def service_of(entry: Entry) -> Service:
     """The service of one box."""
-    table = entry.keep("processes", ProcessTable)
+    methods = _Methods(entry, entry.keep("processes", ProcessTable))
+    return Service(
+        unary={"List": methods.listed, "Update": methods.update, "SendInput": methods.send_input,
+               "SendSignal": methods.send_signal, "CloseStdin": methods.close_stdin},
+        server_stream={"Start": methods.start, "Connect": methods.connect},
+        client_stream={"StreamInput": methods.stream_input},
+    )  # fmt: skip
 
-    async def start(call: Call, message: Message) -> AsyncIterator[Message]:
-        process, asked = await _start(entry, call, message)
-        running = table.add(process, asked, str(message.get("tag", "")), terminal="pty" in message)
-        async for event in with_keepalive(_events(entry, running), call.keepalive_s, KEEPALIVE):
+
+class _Methods:
+    def __init__(self, entry: Entry, table: ProcessTable) -> None:
+        self._entry, self._table = entry, table
+
+    async def start(self, call: Call, message: Message) -> AsyncIterator[Message]:
+        process, asked = await _start(self._entry, call, message)
+        running = self._table.add(process, asked, str(message.get("tag", "")), terminal="pty" in message)
+        async for event in with_keepalive(_events(self._entry, running), call.keepalive_s, KEEPALIVE):
             yield event
 
-    async def connect(call: Call, message: Message) -> AsyncIterator[Message]:
-        running = table.find(_selector(message), ended=True)
+    async def connect(self, call: Call, message: Message) -> AsyncIterator[Message]:
+        running = self._table.find(_selector(message), ended=True)
         async with asyncio.timeout(call.timeout_s):
-            async for event in with_keepalive(_events(entry, running), call.keepalive_s, KEEPALIVE):
+            async for event in with_keepalive(_events(self._entry, running), call.keepalive_s, KEEPALIVE):
                 yield event
 
-    async def listed(call: Call, message: Message) -> Message:
-        return {"processes": [_shown(running) for running in table.running()]}
+    async def listed(self, call: Call, message: Message) -> Message:
+        return {"processes": [_shown(running) for running in self._table.running()]}
 
-    async def update(call: Call, message: Message) -> Message:
-        await table.find(_selector(message)).process.resize(_terminal(message.get("pty") or {}))
+    async def update(self, call: Call, message: Message) -> Message:
+        await self._table.find(_selector(message)).process.resize(_terminal(message.get("pty") or {}))
         return {}
 
-    async def send_input(call: Call, message: Message) -> Message:
-        await _feed(table.find(_selector(message)), message.get("input") or {})
+    async def send_input(self, call: Call, message: Message) -> Message:
+        await _feed(self._table.find(_selector(message)), message.get("input") or {})
         return {}
 
-    async def stream_input(call: Call, messages: AsyncIterator[Message]) -> Message:
+    async def stream_input(self, call: Call, messages: AsyncIterator[Message]) -> Message:
         running: Running | None = None
         async for message in messages:
             if "start" in message:
-                running = table.find(_selector(message["start"]))
+                running = self._table.find(_selector(message["start"]))
             elif "data" in message:
                 if running is None:
                     raise Fault(400, "data before start")
                 await _feed(running, message["data"].get("input") or {})
         return {}
 
-    async def close_stdin(call: Call, message: Message) -> Message:
-        await table.find(_selector(message)).process.close_stdin()
+    async def close_stdin(self, call: Call, message: Message) -> Message:
+        await self._table.find(_selector(message)).process.close_stdin()
         return {}
 
-    async def send_signal(call: Call, message: Message) -> Message:
-        await table.find(_selector(message)).process.signal(_signal(message.get("signal")))
+    async def send_signal(self, call: Call, message: Message) -> Message:
+        await self._table.find(_selector(message)).process.signal(_signal(message.get("signal")))
         return {}
-
-    return Service(
-        unary={"List": listed, "Update": update, "SendInput": send_input, "SendSignal": send_signal,
-               "CloseStdin": close_stdin},
-        server_stream={"Start": start, "Connect": connect},
-        client_stream={"StreamInput": stream_input},
-    )  # fmt: skip
 
 
 async def _start(entry: Entry, call: Call, message: Message) -> tuple[Process, Message]:
