@@ -92,7 +92,8 @@ class _Shell:
 
     def run(self, code: str, environment: dict) -> None:
         self._count += 1
-        before = {key: os.environ.get(key) for key in environment}
+        known = dict(os.environ)
+        before = {key: known.get(key) for key in environment}
         os.environ.update(environment)
         self.out.send(type="number_of_executions", execution_count=self._count)
         try:

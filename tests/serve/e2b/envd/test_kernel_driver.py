@@ -77,12 +77,14 @@ def test_errors_end_the_cell_not_the_kernel(kernel):
 
 
 def test_rich_values(kernel):
-    (shown,) = kernel.run("class R:\n def _repr_html_(self): return '<i>'\n def _repr_png_(self): return b'\\x89'\nR()")
+    html, png = "def _repr_html_(self): return '<i>'", "def _repr_png_(self): return b'\\x89'"
+    (shown,) = kernel.run(f"class R:\n {html}\n {png}\nR()")
     assert shown["html"] == "<i>" and shown["png"] == "iQ=="
     assert kernel.run("{'a': [1]}")[0]["json"] == {"a": [1]}
     displayed = kernel.run("display(1); display(2); 3")
     assert [(event["text"], event["is_main_result"]) for event in displayed] == [("1", False), ("2", False), ("3", True)]
-    (broken,) = kernel.run("class B:\n def _repr_html_(self): raise ValueError\n def __repr__(self): return 'b'\nB()")
+    html = "def _repr_html_(self): raise ValueError"
+    (broken,) = kernel.run(f"class B:\n {html}\n def __repr__(self): return 'b'\nB()")
     assert broken["text"] == "b" and "html" not in broken
 
 
