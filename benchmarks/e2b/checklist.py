@@ -1,4 +1,5 @@
-"""What a user of E2B's Python SDK does, once each, against the server that ``E2B_API_URL`` and ``E2B_SANDBOX_URL`` name.
+"""What a user of E2B's Python SDK does, once each, against the server that ``E2B_API_URL`` and ``E2B_SANDBOX_URL``
+name.
 
 Runs under any release of the SDK; needs nothing else. Prints a JSON object: each check and ``ok`` or what went wrong.
 Run it by ``benchmarks/e2b_sdks.py``, which starts a server and gives every release its own environment.

@@ -20,6 +20,7 @@ from tandem.app.supervise import FAILED, FINISHED, supervise
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.backend import SandboxBackend
+from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.serve.e2b.access import Access, kept_secret, make_key
 from tandem.serve.e2b.app import Face, make_app
@@ -44,6 +45,7 @@ class ServerOptions:
     keys: tuple[str, ...] = ()
     internet: bool = False
     note: Path | None = None
+    images: Path | None = None  # None: this user's
 
 
 def serve_sandboxes(section: SandboxSection, options: ServerOptions) -> int:
@@ -70,23 +72,28 @@ async def sandbox_app(
 ) -> AsyncIterator[ASGIApp]:
     """The application, for as long as the context lasts."""
     options.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    manager = SandboxManager(section, NowhereSink(), backend=backend, state=options.state)
+    library = ImageLibrary(options.images)
+    manager = SandboxManager(
+        section, NowhereSink(), backend=backend, state=options.state, templates=library.root
+    )
     try:
         await manager.open()
         listed = TemplateList(options.state / "templates")
         spec = spec_of(section)
         access = Access(keys, kept_secret(options.state / "secret"))
         aliases = {name: spec.template for name in DEFAULT_NAMES}
-        boxes = Boxes(manager, spec, aliases=aliases, may_internet=options.internet, templates=listed)
-        builder = Builder(manager, listed, spec, None)
+        boxes = Boxes(manager, spec, aliases=aliases, may_internet=options.internet, templates=listed,
+                      library=library)  # fmt: skip
+        builder = Builder(manager, listed, library, spec, aliases)
         try:
             yield make_app(Face(boxes=boxes, access=access, domain=options.domain,
-                                templates=TemplateRoutes(listed, builder, boxes, access)))  # fmt: skip
+                                templates=TemplateRoutes(listed, library, builder, boxes, access)))  # fmt: skip
         finally:
             await builder.close()
             await boxes.close()
     finally:
         await manager.leave()
+        library.close()
 
 
 async def _serve(section: SandboxSection, options: ServerOptions) -> None:

@@ -116,7 +116,7 @@ class RunningServer:
     """A sandbox server in a thread with an event loop of its own."""
 
     def __init__(self, state: Path, **section: Any) -> None:
-        self._options = ServerOptions(state=state)
+        self._options = ServerOptions(state=state, images=state / "images")
         self._section = SandboxSection(warm=0, **section)
         self._ready = threading.Event()
         self._stop: asyncio.Event | None = None

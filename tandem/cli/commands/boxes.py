@@ -47,7 +47,7 @@ def start(
     """
     body: dict[str, Any] = {
         "templateID": template, "timeout": lifetime_s, "autoPause": pause, "autoResume": {"enabled": pause},
-        "envVars": _pairs(env, "--env"), "metadata": _pairs(label, "--label"), "network": {"allowOut": allow},
+        "envVars": pairs(env, "--env"), "metadata": pairs(label, "--label"), "network": {"allowOut": allow},
         "allowInternetAccess": False,
     }  # fmt: skip
     with BoxClient(url, key) as client:
@@ -64,7 +64,7 @@ def ls(
     """List boxes, the newest first."""
     from urllib.parse import urlencode
 
-    words = {"metadata": urlencode(_pairs(label, "--label"))} if label else {}
+    words = {"metadata": urlencode(pairs(label, "--label"))} if label else {}
     with BoxClient(url, key) as client:
         boxes = client.all_boxes(words | ({"state": state} if state else {}))
     if as_json:
@@ -205,7 +205,7 @@ def top(
             print()
 
 
-def _pairs(words: list[str], flag: str) -> dict[str, str]:
+def pairs(words: list[str], flag: str) -> dict[str, str]:
     if bad := [word for word in words if "=" not in word]:
         raise ConfigError(f"{flag} {bad[0]}: no value", hint=f"{flag} NAME=VALUE")
     return {word.partition("=")[0]: word.partition("=")[2] for word in words}

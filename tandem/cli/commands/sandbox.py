@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from tandem.cli import words
-from tandem.cli.commands import box_exec, box_server, boxes
+from tandem.cli.commands import box_exec, box_images, box_server, boxes
 from tandem.config.load import load
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import ExecResult
@@ -31,6 +31,7 @@ def _group() -> None:
 
 
 box_server.add(app)
+box_images.add(app)
 boxes.add(app)
 box_exec.add(app)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
 from tandem.sandbox.backend import Ability, Process, Start, Usage, refuse
+from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import BoxRecord, Life, LogLine, PauseMode, SnapshotRecord
 from tandem.sandbox.session import Session
@@ -97,13 +98,14 @@ class Boxes:
         *,
         aliases: dict[str, str],
         may_internet: bool,
-        templates: TemplateList | None = None,
+        templates: TemplateList,
+        library: ImageLibrary,
     ) -> None:
         self.manager = manager
         self.spec = spec
         self._aliases = aliases
         self._may_internet = may_internet
-        self._templates = templates or TemplateList(None)
+        self._templates, self._library = templates, library
         self._entries: dict[str, Entry] = {}
         self._samples: dict[str, tuple[float, float]] = {}
 
@@ -147,8 +149,9 @@ class Boxes:
     # ---- verbs
     async def create(self, asked: shapes.NewSandbox, *, timeout_s: float) -> BoxRecord:
         found = self._templates.find(asked.template_id)
-        template, snapshot = self._origin(asked.template_id, found)
         built = found[1] if found else Build(id="")
+        template, snapshot = self._origin(asked.template_id, found)
+        image = None if snapshot else await asyncio.to_thread(self._library.index.get, template)
         policy = shapes.policy_of(asked.network, asked.allow_internet_access, may_internet=self._may_internet)
         limits = self.spec.limits
         spec = replace(
@@ -159,7 +162,7 @@ class Boxes:
                 cpus=float(built.cpu_count) or limits.cpus,
                 memory_bytes=built.memory_mb * 2**20 or limits.memory_bytes,
             ),
-            environment=self.spec.environment | built.environment | (asked.env_vars or {}),
+            environment=self.spec.environment | (image.config.environment if image else {}) | (asked.env_vars or {}),
             network=policy,
         )
         public = asked.network.allow_public_traffic is not False
@@ -172,10 +175,10 @@ class Boxes:
         )
         session = await self.manager.create(spec, life=life, snapshot=snapshot)
         if found is not None:
-            template_of, build = found
-            template_of.spawned, template_of.last_spawned_at = template_of.spawned + 1, time.time()
+            found[0].spawned, found[0].last_spawned_at = found[0].spawned + 1, time.time()
+        if image is not None:
             try:
-                await start_up(session, build)
+                await start_up(session, image)
             except BaseException:
                 await self.manager.kill(session.id)
                 raise
@@ -266,7 +269,7 @@ class Boxes:
     def _origin(self, name: str, found: tuple[Template, Build] | None) -> tuple[str, str]:
         """The backend's template and the snapshot (or '') that a box of this name starts from."""
         if found is not None:
-            return found[1].base or self.spec.template, found[1].snapshot
+            return f"{found[0].name}:{found[1].id}", ""
         if any(name in (one.id, one.name) for one in self.manager.snapshots.kept()):
             return self.spec.template, name
         return self._aliases.get(name, name), ""

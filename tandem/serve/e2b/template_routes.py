@@ -5,6 +5,7 @@ Owns: its routes. An archive is uploaded to a link of its own that needs no key:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from pathlib import Path
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tandem.sandbox.images.library import ImageLibrary
 from tandem.serve.e2b import shapes
 from tandem.serve.e2b.access import Access
 from tandem.serve.e2b.boxes import Boxes
@@ -46,8 +48,11 @@ class Update(shapes.Body, frozen=True, kw_only=True, rename="camel"):
 
 
 class TemplateRoutes:
-    def __init__(self, listed: TemplateList, builder: Builder, boxes: Boxes, access: Access) -> None:
-        self._list, self._builder, self._boxes, self._access = listed, builder, boxes, access
+    def __init__(
+        self, listed: TemplateList, library: ImageLibrary, builder: Builder, boxes: Boxes, access: Access
+    ) -> None:
+        self._list, self._library, self._builder = listed, library, builder
+        self._boxes, self._access = boxes, access
 
     def routes(self) -> list[Route]:
         """Those that need an API key."""
@@ -155,9 +160,7 @@ class TemplateRoutes:
             return Response(status_code=204)
         template = self._template(request)
         self._list.remove(template)
-        for build in template.builds:
-            if build.snapshot:
-                await self._boxes.delete_snapshot(build.snapshot)
+        await asyncio.to_thread(self._library.remove, template.name)
         return Response(status_code=204)
 
     async def update_template(self, request: Request) -> Response:
@@ -172,7 +175,10 @@ class TemplateRoutes:
         found = self._list.find(asked.target)
         if found is None:
             raise Fault(404, f"no template {asked.target}")
-        self._list.tag(*found, asked.tags)
+        template, build = found
+        names = [f"{template.name}:{tag}" for tag in asked.tags]
+        await asyncio.to_thread(self._library.tag, f"{template.name}:{build.id}", *names)
+        self._list.tag(template, build, asked.tags)
         return json_response({"tags": asked.tags, "buildID": found[1].id}, 201)
 
     async def remove_tags(self, request: Request) -> Response:

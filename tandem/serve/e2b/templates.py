@@ -31,7 +31,7 @@ class LogEntry(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Build(msgspec.Struct, kw_only=True):
-    """One build. What follows ``snapshot`` is what boxes made from it are told."""
+    """One build. The library of images knows it as ``name:ID`` once it is ready."""
 
     id: str
     status: str = "waiting"  # waiting, building, ready, error
@@ -41,13 +41,6 @@ class Build(msgspec.Struct, kw_only=True):
     memory_mb: int = 0
     reason: str = ""
     failed_step: str = ""
-    snapshot: str = ""
-    base: str = ""  # the backend's template below it
-    environment: dict[str, str] = {}
-    user: str = ""
-    folder: str = ""
-    start_command: str = ""
-    ready_command: str = ""
     wanted_tags: list[str] = []
     logs: list[LogEntry] = []
 

@@ -12,6 +12,7 @@ import io
 import json
 import linecache
 import os
+import signal
 import sys
 import threading
 import time
@@ -85,6 +86,14 @@ class _Shell:
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
         self._scope = {"__name__": "__main__", "__builtins__": builtins, "display": self.display}
         self._count = 0
+        self._running = False
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, *_: object) -> None:
+        """Ends the cell; between two cells there is nothing to interrupt."""
+        if self._running:
+            self._running = False
+            raise KeyboardInterrupt
 
     def display(self, *values: object) -> None:
         for value in values:
@@ -97,7 +106,9 @@ class _Shell:
         os.environ.update(environment)
         self.out.send(type="number_of_executions", execution_count=self._count)
         try:
+            self._running = True
             self._execute(code)
+            self._running = False
         except KeyboardInterrupt:
             self.out.send(type="error", name="KeyboardInterrupt", value="", traceback="interrupted")
         except BaseException as error:  # a cell may raise anything, SystemExit too: it ends the cell, not the kernel
@@ -109,6 +120,7 @@ class _Shell:
                 type="error", name=type(error).__name__, value=str(error), traceback="".join(frames.format())
             )
         finally:
+            self._running = False
             for key, value in before.items():
                 os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
 
@@ -176,18 +188,12 @@ def main() -> None:
     shell = _Shell()
     shell.out.send(type="ready")
     while True:
-        try:
-            line = requests.readline()
-        except KeyboardInterrupt:  # between two cells: nothing to interrupt
-            continue
+        line = requests.readline()
         if not line:
             return
         asked = json.loads(line)
-        try:
-            shell.run(asked["code"], asked.get("env_vars") or {})
-            shell.settle()
-        except KeyboardInterrupt:  # it came as the cell ended
-            pass
+        shell.run(asked["code"], asked.get("env_vars") or {})
+        shell.settle()
         shell.out.send(type="end")
 
 

@@ -82,7 +82,8 @@ def test_rich_values(kernel):
     assert shown["html"] == "<i>" and shown["png"] == "iQ=="
     assert kernel.run("{'a': [1]}")[0]["json"] == {"a": [1]}
     displayed = kernel.run("display(1); display(2); 3")
-    assert [(event["text"], event["is_main_result"]) for event in displayed] == [("1", False), ("2", False), ("3", True)]
+    assert [event["text"] for event in displayed] == ["1", "2", "3"]
+    assert [event["is_main_result"] for event in displayed] == [False, False, True]
     html = "def _repr_html_(self): raise ValueError"
     (broken,) = kernel.run(f"class B:\n {html}\n def __repr__(self): return 'b'\nB()")
     assert broken["text"] == "b" and "html" not in broken
