@@ -1,22 +1,22 @@
 """From an image somewhere to layers here.
 
-Owns: which layers are missing, fetching several at once, and the check of the compressed bytes against the manifest
-while they pass (the store checks the plain ones). Refuses: to keep anything whose content is not what was named.
+Owns: which layers are missing, and fetching several at once. What is kept is checked: the manifest's digest covers
+the configuration, that names each layer by its plain content, and the store keeps nothing whose content is another.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from tandem.core.errors import SandboxError
 from tandem.sandbox.images.compression import decompressed
 from tandem.sandbox.images.manifest import Descriptor, ImageConfig, Manifest, layer_names, machine_platform, read_config
 from tandem.sandbox.images.store import LayerStore
 
-AT_ONCE = 3
+AT_ONCE = 3  # layers
+PIECES_AHEAD = 8
 
 
 class Source(Protocol):
@@ -45,7 +45,7 @@ def pull(
     say(f"{what}: {len(blobs)} layers, {len(blobs) - len(missing)} of them here")
 
     def fetch(digest: str, blob: Descriptor) -> None:
-        store.add(digest, decompressed(_checked(source.stream(blob), blob, what), what=f"{what}: layer {digest}"))
+        store.add(digest, decompressed(_ahead(source.stream(blob)), what=f"{what}: layer {digest}"))
         say(f"{what}: layer {digest[:19]} ({blob.size / 1e6:.1f} MB)")
 
     with ThreadPoolExecutor(AT_ONCE, "image-layer") as pool:
@@ -60,15 +60,12 @@ def pull(
     return config
 
 
-def _checked(pieces: Iterator[bytes], blob: Descriptor, what: str) -> Iterator[bytes]:
-    """The stream as it is; after its last byte its digest must be right, or the layer is thrown away."""
-    if not blob.digest:  # docker save: known by its plain content alone
-        yield from pieces
-        return
-    algorithm, _, expected = blob.digest.partition(":")
-    hasher = hashlib.new(algorithm)
-    for piece in pieces:
-        hasher.update(piece)
-        yield piece
-    if hasher.hexdigest() != expected:
-        raise SandboxError(f"{what}: a layer is not what its digest {blob.digest} names")
+def _ahead(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The same pieces, fetched in a thread a few ahead of their use, so that the network, decompression and the disk
+    work at once."""
+    end = b""
+    with ThreadPoolExecutor(1, "image-stream") as pool:
+        waiting = deque(pool.submit(next, pieces, end) for _ in range(PIECES_AHEAD))
+        while piece := waiting.popleft().result():
+            waiting.append(pool.submit(next, pieces, end))
+            yield piece

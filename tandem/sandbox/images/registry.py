@@ -25,7 +25,7 @@ from tandem.sandbox.images.reference import ImageReference, is_loopback
 
 ACCEPT = ", ".join((*documents.MANIFESTS, *documents.INDEXES))
 RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
-PIECE = 1 << 20
+PIECE = 1 << 18
 MAX_REDIRECTS = 5
 CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 

@@ -13,8 +13,10 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,8 +30,10 @@ from tandem.sandbox.images.tree import build_tree
 from tandem.sandbox.images.unpack import unpack
 
 UNPACKED = "-files"  # of a folder's name
+UNSETTLED = "boot"  # names the boot in which a layer was written, until it is safe on disk
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 TAR, INDEX, FILES = "layer.tar", "index.erofs", "files"
-HASH_QUEUE = 8
+WRITES_WAITING = 8
 
 
 class Hold:
@@ -62,7 +66,7 @@ class LayerStore:
     def find(self, digest: str) -> Layer | None:
         """A layer that is here, marked as used now."""
         folder = self._place(digest)
-        if not folder.is_dir():
+        if not folder.is_dir() or self._lost(folder):
             return None
         with suppress(OSError):
             os.utime(folder)
@@ -85,7 +89,16 @@ class LayerStore:
         layer = self.find(digest)
         if layer is None:
             raise SandboxError(f"{what} went while it was being kept")
+        if layer.kind is LayerKind.EROFS_TAR:  # unpacked files are too many to sync: they last for this boot
+            threading.Thread(target=_settle, args=(self._place(digest),), daemon=True, name="layer-settle").start()
         return layer
+
+    def _lost(self, folder: Path) -> bool:
+        """Whether the machine went down before a layer was safe on disk: it may hold anything, and is removed."""
+        with suppress(FileNotFoundError):
+            if (folder / UNSETTLED).read_text() != _boot_id():
+                return self._remove(folder)
+        return False
 
     def add_file(self, tar: Path) -> Layer:
         """Keep a layer that is a plain tar on this machine, under the digest that it has."""
@@ -173,6 +186,7 @@ class LayerStore:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _fill(self, scratch: Path, digest: str, pieces: Iterable[bytes]) -> None:
+        (scratch / UNSETTLED).write_text(_boot_id())
         found = _receive(scratch / TAR, pieces, algorithm=digest.partition(":")[0])
         if found != digest:
             raise SandboxError(f"layer {digest} is not what its digest names (its content has {found})")
@@ -219,18 +233,42 @@ class LayerStore:
 
 
 def _receive(target: Path, pieces: Iterable[bytes], *, algorithm: str = "sha256") -> str:
-    """Write a stream; its digest is computed beside, since both hashing and writing leave the interpreter free."""
+    """Write a stream and compute its digest, beside whoever makes the pieces: both leave the interpreter free."""
     hasher = hashlib.new(algorithm)
-    with target.open("wb") as file, ThreadPoolExecutor(1, "layer-hash") as pool:
-        waiting = []
+    with target.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "layer-write") as pool:
+
+        def take(piece: bytes) -> None:
+            hasher.update(piece)
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[file.write(rest) :]
+
+        waiting: deque[Future[None]] = deque()
         for piece in pieces:
-            waiting.append(pool.submit(hasher.update, piece))
-            file.write(piece)
-            if len(waiting) > HASH_QUEUE:
-                waiting.pop(0).result()
+            waiting.append(pool.submit(take, piece))
+            if len(waiting) > WRITES_WAITING:
+                waiting.popleft().result()
         for job in waiting:
             job.result()
     return f"{algorithm}:{hasher.hexdigest()}"
+
+
+def _settle(folder: Path) -> None:
+    """Bring a layer safely to disk, after it is in use already: nobody waits for this."""
+    with suppress(OSError):
+        for name in (TAR, INDEX):
+            descriptor = os.open(folder / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        (folder / UNSETTLED).unlink()
+
+
+def _boot_id() -> str:
+    with suppress(OSError):
+        return BOOT.read_text().strip()
+    return ""
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from image_pieces import make_tar, member, sha256
 
 from tandem.core.errors import SandboxError
 from tandem.sandbox.backend import LayerKind
+from tandem.sandbox.images import store as store_module
 from tandem.sandbox.images.erofs_mount import can_mount_index, mount_erofs
 from tandem.sandbox.images.store import LayerStore
 
@@ -99,6 +100,15 @@ def test_what_is_in_use_stays_also_for_another_process(tmp_path):
     assert store.remove(used) and store.find(used) is None
     with pytest.raises(SandboxError, match="not here any more"), store.using([used]):
         pass
+
+
+def test_a_layer_that_a_crash_of_the_machine_may_have_spoilt_is_not_used(store):
+    safe, doubtful = (store.add("", [data]).digest for data in layers(2))
+    for digest, boot in ((safe, store_module.BOOT.read_text().strip()), (doubtful, "an earlier boot")):
+        folder = store.folder / "layers" / f"{digest.replace(':', '-')}-files"
+        (folder / "boot").write_text(boot)
+    assert store.find(safe) is not None
+    assert store.find(doubtful) is None and len(store._folders()) == 1
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:../../x", "plain", "sha256:"])

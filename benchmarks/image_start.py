@@ -1,0 +1,135 @@
+"""From a registry on loopback to the first ``python3``: ``python benchmarks/image_start.py [--megabytes N] [--rounds N]``.
+
+The image is one gzip layer of this machine's own files. Each round starts from an empty store: pull, then
+``python3 -c print(1)`` in the image, by way of
+- indexed: the layer's tar stays a tar, with our EROFS index over it;
+- unpacked: every file is written out.
+The command runs in a chroot of the mounted image, so that the image alone is measured; a box adds its own creation
+(see ``sandbox_latency.py``). Prints median and minimum in milliseconds. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.pieces.image_registry import serving
+from tandem.sandbox.images.manifest import machine_platform
+from tandem.sandbox.images.pull import pull
+from tandem.sandbox.images.reference import ImageReference
+from tandem.sandbox.images.registry import RegistryImage
+from tandem.sandbox.images.store import LayerStore
+from tandem.sandbox.images.view import open_layer
+
+FIRST = ("usr/lib64", "usr/bin", "usr/lib/python3", "usr/lib/python3.11", "usr/lib/x86_64-linux-gnu")
+FILL = ("usr/include", "usr/share", "usr/lib")
+
+
+def make_layer(target: Path, megabytes: int) -> tuple[int, int]:
+    """A tar with python3 and what it needs first, then other files up to the size; its members and bytes."""
+    names: list[str] = ["bin", "lib", "lib64"]
+    left = megabytes << 20
+    for top in (*FIRST, *FILL):
+        for parent, folders, files in os.walk(f"/{top}"):
+            folders.sort()
+            for name in files:
+                path = os.path.join(parent, name)
+                status = os.lstat(path)
+                needed = name.startswith(("python3", "ld-", "libc.", "libm.", "libz.", "libexpat."))
+                if status.st_size > (left if not needed else 64 << 20):
+                    continue
+                left -= status.st_size + 512
+                names.append(path.lstrip("/"))
+    names = list(dict.fromkeys(names))
+    listing = "\0".join(names).encode()
+    command = ["tar", "-C", "/", "-cf", str(target), "--null", "-T", "-"]
+    subprocess.run(command, input=listing, check=True, stderr=subprocess.DEVNULL)
+    return len(names), target.stat().st_size
+
+
+def make_image(layer: Path, folder: Path) -> None:
+    """The registry's blobs, one file each, and ``manifest``."""
+    packed = folder / "packed"
+    with layer.open("rb") as source, gzip.open(packed, "wb", compresslevel=1) as out:
+        shutil.copyfileobj(source, out, 1 << 20)
+    with layer.open("rb") as file:
+        diff_id = hashlib.file_digest(file, "sha256").hexdigest()
+    with packed.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    size = packed.stat().st_size
+    packed.rename(folder / f"sha256:{digest}")
+    system, _, architecture = machine_platform().partition("/")
+    config = json.dumps({
+        "os": system, "architecture": architecture,
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{diff_id}"]},
+    }).encode()  # fmt: skip
+    config_digest = f"sha256:{hashlib.sha256(config).hexdigest()}"
+    (folder / config_digest).write_bytes(config)
+    (folder / "manifest").write_text(json.dumps({
+        "schemaVersion": 2, "config": {"digest": config_digest, "size": len(config)},
+        "layers": [{"digest": f"sha256:{digest}", "size": size}],
+    }))
+
+
+def run_python(store: LayerStore, digest: str) -> None:
+    layer = store.find(digest)
+    assert layer is not None
+    place = open_layer(layer)
+    try:
+        command = ["chroot", f"/proc/self/fd/{place}", "/usr/bin/python3", "-c", "print(1)"]
+        done = subprocess.run(command, pass_fds=[place], capture_output=True)
+        assert done.stdout == b"1\n", done.stderr.decode()
+    finally:
+        os.close(place)
+
+
+def one_round(address: str, folder: Path, *, indexed: bool) -> tuple[float, float]:
+    """Seconds until the layer is ready and until python3 has run."""
+    started = time.perf_counter()
+    store = LayerStore(folder, indexed=indexed)
+    with RegistryImage(ImageReference.parse(f"{address}/image")) as source:
+        config = pull(source, store, what="image")
+    ready = time.perf_counter()
+    run_python(store, config.diff_ids[0])
+    return ready - started, time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=560)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache", help="on a disk, not a tmpfs")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="image-start-") as name:
+        folder = Path(name)
+        members, size = make_layer(folder / "layer.tar", options.megabytes)
+        (folder / "blobs").mkdir()
+        make_image(folder / "layer.tar", folder / "blobs")
+        (folder / "layer.tar").unlink()
+        print(f"one layer: {members} members, {size / 1e6:.0f} MB")
+        times: dict[str, list[float]] = {}
+        with serving(folder / "blobs") as address:
+            for number in range(options.rounds):
+                for way in ("indexed", "unpacked"):
+                    store = folder / f"store-{way}-{number}"
+                    ready, done = one_round(address, store, indexed=way == "indexed")
+                    times.setdefault(f"{way}: layer ready", []).append(ready * 1000)
+                    times.setdefault(f"{way}: first python3 done", []).append(done * 1000)
+                    shutil.rmtree(store)
+    print(f"{'ms':<36}{'median':>9}{'minimum':>9}{'n':>4}")
+    for what, values in times.items():
+        print(f"{what:<36}{statistics.median(values):>9.0f}{min(values):>9.0f}{len(values):>4}")
+
+
+if __name__ == "__main__":
+    main()
