@@ -171,5 +171,7 @@ def teacher_of(recipe: Recipe, files: ModelFiles) -> CausalLM:
 
 
 def label_of(recipe: Recipe) -> str:
-    """What folders made from the recipe begin with: its environment's short name."""
+    """What folders made from the recipe begin with: the short name of its data or environment."""
+    if recipe.data.path:
+        return f"{recipe.algorithm.name}-{Path(recipe.data.path).stem}"
     return Path(recipe.environment.name.split(":")[0]).stem

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tandem
 from tandem.app.build import label_of, parts_of
+from tandem.app.offline import OfflineReady, is_offline, prepare_offline, train_offline
 from tandem.app.preflight import Ready, prepare
 from tandem.app.session import TrainingSession
 from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, REASONS, program, supervise
@@ -58,7 +59,7 @@ def train(
     if resume and _is_finished(resume):
         print(f"run {resume} is finished")
         return _conclude(resume, FINISHED, "")
-    ready = prepare(recipe)
+    ready = prepare_offline(recipe) if is_offline(recipe) else prepare(recipe)
     folder = resume or _new_folder(recipe)
     with EventLog(folder) as log:
 
@@ -100,7 +101,10 @@ def recipe_of(folder: Path) -> tuple[Recipe, dict[str, str]]:
         raise RecordError(f"{path}: {error.message}", hint=hint) from error
 
 
-async def _train(recipe: Recipe, ready: Ready, log: EventLog, evaluated: frozenset[str]) -> None:
+async def _train(recipe: Recipe, ready: Ready | OfflineReady, log: EventLog, evaluated: frozenset[str]) -> None:
+    if isinstance(ready, OfflineReady):
+        await train_offline(recipe, ready, log.folder, log)
+        return
     async with parts_of(recipe, ready, log) as parts:
         await TrainingSession(parts, log.folder, log, evaluated=evaluated).run()
 

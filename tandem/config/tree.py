@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from tandem.config.sections.algorithm import AlgorithmSection
 from tandem.config.sections.critic import CriticSection
+from tandem.config.sections.data import DataSection
 from tandem.config.sections.engine import EngineSection
 from tandem.config.sections.environment import EnvironmentSection
 from tandem.config.sections.model import ModelSection
@@ -23,6 +24,7 @@ class Recipe(Section):
 
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
+    data: DataSection = DataSection()
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection = CriticSection()

@@ -37,6 +37,16 @@ class RunFinished(Event, frozen=True, kw_only=True):
     detail: str = ""
 
 
+# ---- data
+class DataLoaded(Event, frozen=True, kw_only=True):
+    """Rows that were read; every one that is not kept is counted under its reason."""
+
+    path: str
+    num_rows: int
+    num_kept: int
+    dropped: dict[str, int]
+
+
 # ---- episodes
 class GroupStarted(Event, frozen=True, kw_only=True):
     group_id: str
@@ -231,7 +241,7 @@ class WarningRaised(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | RunResumed | RunFinished
+    RunStarted | RunResumed | RunFinished | DataLoaded
     | GroupStarted | EpisodeStarted | TurnFinished | ToolFinished | EpisodeFinished | RewardFinished
     | GroupFinished | GroupDropped | TaskRejected
     | SandboxCreated | SandboxKilled | SandboxFailed | SandboxMoved

@@ -51,6 +51,23 @@ def save_model(
         raise
 
 
+def save_scoring_model(model: CausalLM, head_1D: torch.Tensor, folder: Path, *, tokenizer_from: Path) -> None:
+    """Write a reward model as the family's sequence classifier with one label: the body of ``model`` and its score
+    head ``[1, hidden]``, which reads the last token."""
+    folder.mkdir(parents=True)
+    write_config(model.spec, folder, dtype=model.dtype)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+    config |= {"architectures": names, "num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if config.get("pad_token_id") is None:
+        config["pad_token_id"] = model.spec.eos_ids[0] if model.spec.eos_ids else 0
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    body = ((name, tensor) for name, tensor in _named_tensors(model) if not name.startswith("lm_head"))
+    write_tensors([*body, ("score.weight", head_1D.detach().cpu().to(model.dtype))], folder)
+    _copy_tokenizer(tokenizer_from, folder)
+
+
 def write_model(model: CausalLM, folder: Path, *, max_shard_bytes: int = 4 * 2**30) -> None:
     """Write configuration and weights into an existing folder."""
     write_config(model.spec, folder, dtype=model.dtype)

@@ -74,10 +74,11 @@ def _training(metrics: RunMetrics) -> str:
         points = metrics.phase_steps(phase)
         if not points:
             continue
-        text = f"{title}: {len(points)} steps"
         losses = [point.loss for point in points if point.loss is not None]
         rewards = [point.reward for point in points if point.reward is not None]
-        if phase == WARMUP and losses:
+        supervised = phase == WARMUP or (not rewards and TRAIN not in metrics.episodes)
+        text = f"{title if phase == WARMUP or not supervised else 'training on data'}: {len(points)} steps"
+        if supervised and losses:
             text += f", loss {losses[0]:.3f} to {losses[-1]:.3f}"
         if phase == TRAIN and rewards:
             text += f", reward {rewards[0]:.3f} to {rewards[-1]:.3f} (best {max(rewards):.3f})"

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.core.events import (
+    DataLoaded,
     Envelope,
     EvaluationFinished,
     GroupStarted,
@@ -105,6 +106,9 @@ class ConsoleSink:
                 self._line(f"waiting for {event.waited_s:.0f} s ({event.who}): {', '.join(event.missing[:6])}")
             case WarningRaised() as event:
                 self._line(f"warning ({event.where}): {event.message}")
+            case DataLoaded() as event:
+                reasons = "".join(f", {count} {reason}" for reason, count in event.dropped.items())
+                self._line(f"data: {event.num_kept} of {event.num_rows} rows kept{reasons}")
             case RunResumed() as event:
                 self._line(f"resumed at step {event.step}")
             case RunFinished() as event:
@@ -121,6 +125,11 @@ class ConsoleSink:
             return (
                 f"warm-up {point.step}/{self._warmup_steps}  loss {number(point.loss)}  "
                 f"{point.num_loss_tokens} tokens  {point.total_s:.1f} s"
+            )
+        if point.reward is None and point.mean_turns is None and point.num_loss_tokens:  # learned from data
+            return (
+                f"step {point.step}/{self._total_steps}  loss {number(point.loss)}  "
+                f"grad {number(point.grad_norm, '.2f')}  {point.num_loss_tokens} tokens  {point.total_s:.1f} s"
             )
         failed = f"  failed {point.num_failed}" if point.num_failed else ""
         return (
