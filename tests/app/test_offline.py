@@ -71,6 +71,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
     step = "checkpoints/step-000002"
     shutil.copytree(whole / step, cut / step)
     shutil.copy(whole / "recipe.json", cut)
+    (cut / "events.jsonl").touch()  # killed before its first event
     assert train(*recipe_of(cut), resume=cut) == 0
     assert (cut / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
     assert [event.loss for event in steps(cut)] == [event.loss for event in steps(whole)][-4:]
