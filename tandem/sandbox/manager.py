@@ -230,7 +230,7 @@ class SandboxManager:
         if entry is None:
             return False
         self._note("kill", sandbox_id, actor)
-        await self._finish(entry.session.kill())
+        await self._finish(self._kill(entry))
         return True
 
     async def pause(self, sandbox_id: str, *, mode: PauseMode = PauseMode.WARM, actor: str = "") -> bool:
@@ -408,6 +408,10 @@ class SandboxManager:
             return Child(session=await self._arrived(record, box, snapshot_id, took_s))
         except SandboxError as error:
             return Child(error=error)
+
+    async def _kill(self, entry: Entry) -> None:
+        await entry.session.kill()
+        await self.snapshots.drop_all(entry.id)
 
     def _record(self, sandbox_id: str, spec: SandboxSpec, life: Life, *, parent: str) -> BoxRecord:
         lifetime_s = spec.limits.lifetime_s if life.lifetime_s is None else life.lifetime_s

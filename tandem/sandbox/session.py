@@ -177,7 +177,7 @@ class Session:
         """
         if self.state is SandboxState.DEAD:
             raise SandboxGone(f"sandbox {self.id} is dead: {self._reason}", hint="create a new one")
-        if self._on_use is not None and not self.lifecycle.usable:
+        while self._on_use is not None and not self.lifecycle.usable:  # again when it was paused meanwhile
             await self._on_use()
         self.lifecycle.require_running()
         assert self._box is not None

@@ -99,8 +99,14 @@ class Transitions:
                     self.snapshots.find(entry.record.saved), sandbox_id=entry.id, name=name
                 )
             started = time.monotonic()
-            async with self._beside(entry, SandboxState.SNAPSHOTTING, "snapshot"):
-                frozen = await _step(entry, entry.box.snapshot(live=live), "its snapshot")
+            frozen = None
+            try:
+                async with self._beside(entry, SandboxState.SNAPSHOTTING, "snapshot"):
+                    frozen = await _step(entry, entry.box.snapshot(live=live), "its snapshot")
+            except BaseException:
+                if frozen is not None:
+                    await frozen.release()
+                raise
             record = await self.snapshots.add(
                 frozen, entry.record.spec, sandbox_id=entry.id, parent=entry.record.parent, name=name,
                 durable=durable, kept=True, holder=entry.id,
@@ -129,7 +135,7 @@ class Transitions:
                     frozen, entry.record.spec, sandbox_id=entry.id, parent=entry.record.parent, durable=False,
                     kept=False, holder=ids[0],
                 )
-                for each in (*ids, entry.id):
+                for each in ids if entry.ending else (*ids, entry.id):
                     self.snapshots.hold(record.id, each)
                 children = await self._make_all(specs, frozen.root)
                 await self._none_without(entry, children)

@@ -1,0 +1,163 @@
+"""Verbs on one box at the same moment: ``python benchmarks/sandbox_races.py [--rounds 200]``.
+
+Each race is run with random delays, and afterwards looked at: no box came back from the dead, nothing hangs, no state
+lies (a box that is said to run answers, one that is said to be gone is unknown), and at the end nothing is left.
+Prints rounds, seconds and how the races went. A race that the backend has no verbs for is said to be skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxSpec, SandboxState
+from tandem.core.errors import SandboxError, SandboxGone
+from tandem.record.sinks.nowhere import NowhereSink
+from tandem.sandbox.backend import Ability
+from tandem.sandbox.manager import SandboxManager
+from tandem.sandbox.records import Life
+from tandem.sandbox.session import Session
+
+ROUND_TIMEOUT_S = 60.0
+Race = Callable[[SandboxManager, random.Random], Awaitable[str]]
+
+
+async def answers(session: Session) -> None:
+    result = await session.commands.run(["echo", "here"], timeout_s=20)
+    assert result.stdout == "here\n", f"{session.id} does not answer: {result}"
+
+
+def assert_gone(manager: SandboxManager, session: Session) -> None:
+    assert session.state is SandboxState.DEAD, f"{session.id} is {session.state}"
+    assert session.id not in manager.live, f"{session.id} is known although it is dead"
+
+
+async def together(draw: random.Random, *work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """All at once, each after a short random delay; results and errors of boxes in their order."""
+
+    async def later(each: Coroutine[Any, Any, Any], delay_s: float) -> Any:
+        await asyncio.sleep(delay_s)
+        return await each
+
+    delays = [draw.choice((0.0, 0.0, draw.random() * 0.003)) for _ in work]
+    ends = await asyncio.gather(*map(later, work, delays), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException) and not isinstance(end, SandboxError):
+            raise end
+    return ends
+
+
+async def resume_and_delete(manager: SandboxManager, draw: random.Random) -> str:
+    session = await manager.create(SandboxSpec())
+    await manager.pause(session.id)
+    *resumed, first, second = await together(
+        draw, *(manager.resume(session.id) for _ in range(3)), manager.kill(session.id), manager.kill(session.id)
+    )
+    assert first is True or second is True, "nobody killed it"
+    assert sum(end is True for end in resumed) <= 1, "resumed twice"
+    assert all(isinstance(end, bool | SandboxGone) for end in resumed), resumed
+    assert_gone(manager, session)
+    return "resumed first" if True in resumed else "deleted first"
+
+
+async def pause_and_exec(manager: SandboxManager, draw: random.Random) -> str:
+    session = await manager.create(SandboxSpec(), life=Life(auto_resume=draw.random() < 0.5))
+    auto = manager.get(session.id).auto_resume
+    ends = await together(
+        draw, manager.pause(session.id), *(answers(session) for _ in range(3)), manager.resume(session.id)
+    )
+    for end in ends:
+        assert not isinstance(end, SandboxError) or (not auto and "not running" in end.message), end
+    assert session.state in (SandboxState.RUNNING, SandboxState.PAUSED), session.state
+    assert manager.get(session.id).state is session.state, "the table lies"
+    await manager.resume(session.id)
+    await answers(session)
+    await manager.kill(session.id)
+    assert_gone(manager, session)
+    return "all answered" if all(end is None for end in ends[1:4]) else "some refused"
+
+
+async def fork_and_kill(manager: SandboxManager, draw: random.Random) -> str:
+    session = await manager.create(SandboxSpec())
+    forked, _ = await together(draw, manager.fork(session.id, 3), manager.kill(session.id))
+    assert_gone(manager, session)
+    if isinstance(forked, SandboxError):
+        assert isinstance(forked, SandboxGone), forked
+        return "killed first"
+    children = [child.session for child in forked if child.session is not None]
+    for child in children:
+        await answers(child)
+        await manager.kill(child.id)
+        assert_gone(manager, child)
+    return "forked first"
+
+
+async def snapshot_after_create(manager: SandboxManager, draw: random.Random) -> str:
+    session = await manager.create(SandboxSpec())
+    taken, written, _ = await together(
+        draw, manager.snapshot(session.id), session.files.write("early", "1"),
+        *([manager.kill(session.id)] if draw.random() < 0.5 else [manager.pause(session.id)]),
+    )
+    how = "taken"
+    if isinstance(taken, SandboxError):
+        assert isinstance(taken, SandboxGone), taken
+        how = "killed first"
+    else:
+        child = await manager.create(SandboxSpec(), snapshot=taken.id)
+        await answers(child)
+        await manager.kill(child.id)
+        await manager.delete_snapshot(taken.id)
+    assert written is None or isinstance(written, SandboxError)
+    await manager.kill(session.id)
+    assert_gone(manager, session)
+    return how
+
+
+RACES: dict[str, tuple[Race, frozenset[Ability]]] = {
+    "resume and delete": (resume_and_delete, frozenset({Ability.PAUSE})),
+    "pause and exec": (pause_and_exec, frozenset({Ability.PAUSE})),
+    "fork and kill": (fork_and_kill, frozenset({Ability.SNAPSHOT})),
+    "snapshot after create": (snapshot_after_create, frozenset({Ability.SNAPSHOT, Ability.PAUSE})),
+}
+
+
+async def rounds(manager: SandboxManager, name: str, count: int, *, seed: int = 0) -> Counter[str]:
+    """How the rounds of a race went. Raises AssertionError, and TimeoutError for one that hangs."""
+    race, _ = RACES[name]
+    draw, ways = random.Random(seed), Counter[str]()
+    for _ in range(count):
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            ways[await race(manager, draw)] += 1
+    assert not manager.live, f"left: {list(manager.live)}"
+    return ways
+
+
+async def main(count: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        manager = SandboxManager(SandboxSection(warm=0), NowhereSink(), state=Path(folder) / "state")
+        await manager.open()
+        await (await manager.create(SandboxSpec())).kill()  # now the backend knows what it can
+        for name, (_, needs) in RACES.items():
+            missing = needs - manager.backend.abilities
+            if missing:
+                print(f"{name:<24} skipped: {manager.backend.name} cannot {', '.join(sorted(missing))} here")
+                continue
+            started = time.perf_counter()
+            ways = await rounds(manager, name, count)
+            said = ", ".join(f"{way} {number}" for way, number in ways.most_common())
+            print(f"{name:<24} {count} rounds in {time.perf_counter() - started:.1f} s: {said}")
+        await manager.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    asyncio.run(main(parser.parse_args().rounds))
