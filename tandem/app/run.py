@@ -34,9 +34,10 @@ from tandem.core.events import (
     RunResumed,
     RunStarted,
     StepFinished,
+    WarningRaised,
     WeightsPublished,
 )
-from tandem.engine.train.checkpoint import complete_steps
+from tandem.engine.train.checkpoint import broken, complete_steps
 from tandem.record.curve import draw_curve
 from tandem.record.log import EventLog
 from tandem.record.metrics import TRAIN, fold
@@ -49,16 +50,25 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 def train(
-    recipe: Recipe, origins: Mapping[str, str], *, resume: Path | None = None, command: str = "tandem train"
+    recipe: Recipe,
+    origins: Mapping[str, str],
+    *,
+    resume: Path | None = None,
+    anew: bool = False,
+    command: str = "tandem train",
 ) -> int:
-    """Train a recipe in a new run folder, or go on with the run in ``resume``; returns the exit code.
+    """Train a recipe in a new run folder, or go on with the run in ``resume``; returns the exit code. ``anew`` lets a
+    run that lost its checkpoints begin again.
 
     Raises:
+        RecordError: the run in ``resume`` has come further than any checkpoint that is left, and not ``anew``.
         TandemError: whatever is wrong with recipe, environment, model or machine, before any model is loaded.
     """
     if resume and _is_finished(resume):
         print(f"run {resume} is finished")
         return _conclude(resume, FINISHED, "")
+    if resume:
+        _check_checkpoints(resume, anew=anew)
     ready = prepare_offline(recipe) if is_offline(recipe) else prepare(recipe)
     folder = resume or _new_folder(recipe)
     with EventLog(folder) as log:
@@ -146,13 +156,33 @@ def _is_finished(folder: Path) -> bool:
     return metrics.finished is not None and metrics.finished.reason == REASONS[FINISHED]
 
 
+def _check_checkpoints(folder: Path, *, anew: bool) -> None:
+    """Training must not begin again because its checkpoints are gone: the user decides that."""
+    kept, events = folder / "checkpoints", read(folder)
+    if steps := complete_steps(kept):
+        if anew:
+            hint = f"leave --anew out to go on from it, or move {kept} away to begin anew"
+            raise ConfigError(f"run {folder} has a good checkpoint of step {steps[-1]}", hint=hint)
+        return
+    saved = [each.event.step for each in events if isinstance(each.event, CheckpointSaved)]
+    if saved and not anew:
+        why = "".join(f"\n  {name}: {problem}" for name, problem in broken(kept).items()) or "\n  there are none"
+        again = f"{program()} train --resume {shlex.quote(str(folder))} --anew"
+        raise RecordError(
+            f"run {folder} was saved at step {saved[-1]}, but no checkpoint in {kept} can be used:{why}",
+            hint=f"put the files back; or begin anew from step 0: {again}",
+        )
+
+
 def _resume(log: EventLog) -> frozenset[str]:
-    """Say in the log where the run goes on; returns the names of the evaluations that stay."""
+    """Say in the log where the run goes on, and what it cannot use; returns the names of the evaluations that stay."""
     steps = complete_steps(log.folder / "checkpoints")
     step = steps[-1] if steps else 0
     events = read(log.folder)
     keep, path = _checkpoint(events, step) if steps else (0, "")
     log.emit(RunResumed(step=step, keep_sequence=keep, checkpoint=path))
+    for name, problem in broken(log.folder / "checkpoints").items():
+        log.emit(WarningRaised(where="checkpoint", message=f"{name} is skipped: {problem}"))
     kept = [each.event for each in events if each.sequence <= keep]
     return frozenset(event.name for event in kept if isinstance(event, EvaluationFinished))
 

@@ -49,7 +49,7 @@ def _evaluations(metrics: RunMetrics) -> str:
     if not metrics.evaluations:
         return ""
     families = sorted({name for event in metrics.evaluations for name in event.by_family})
-    rows = [["held-out success", "step", "success", "change", *families, "tasks", "failed"]]
+    rows = [["held-out success", "step", "success", "change", *families, "tasks", "scored", "failed"]]
     before: float | None = None
     for event in metrics.evaluations:
         change = None if before is None or event.success is None else event.success - before
@@ -61,6 +61,7 @@ def _evaluations(metrics: RunMetrics) -> str:
                 number(change, "+.3f"),
                 *(number(event.by_family.get(family)) for family in families),
                 str(event.num_tasks),
+                str(event.num_tasks - event.num_failed),
                 str(event.num_failed),
             ]
         )

@@ -13,10 +13,17 @@ from environments_for_tests import BROKEN_TASK
 from reference_models import logits_of
 from transformers import AutoModelForCausalLM
 
-from tandem.app.run import _resume, recipe_of, train
+from tandem.app.run import _check_checkpoints, _resume, recipe_of, train
 from tandem.config.load import load
 from tandem.core.errors import ConfigError, RecordError
-from tandem.core.events import EngineReported, EvaluationFinished, GroupStarted, WeightsPublished
+from tandem.core.events import (
+    CheckpointSaved,
+    EngineReported,
+    EvaluationFinished,
+    GroupStarted,
+    WarningRaised,
+    WeightsPublished,
+)
 from tandem.models.builtin import resolve_model
 from tandem.models.loader import load_model
 from tandem.record.log import EventLog
@@ -198,3 +205,24 @@ def test_what_the_checkpoint_holds_stays_and_what_came_after_goes(tmp_path: Path
         kept = [each.event for each in read(tmp_path)]
         assert group(2) in kept and reported in kept and group(3) not in kept and published(2) not in kept
     assert fold(read(tmp_path)).resumes == 3
+
+
+def test_a_checkpoint_that_cannot_be_used_is_named_and_training_does_not_begin_again_unasked(tmp_path: Path):
+    with EventLog(tmp_path) as log:
+        log.emit(published(0))
+        _check_checkpoints(tmp_path, anew=False)  # nothing was saved: nothing is lost
+        for step in (0, 1):
+            saved(tmp_path, step)
+            log.emit(CheckpointSaved(step=step, path="", digest="", save_s=0.0))
+        (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text("{")
+        _check_checkpoints(tmp_path, anew=False)
+        _resume(log)
+        (warning,) = [each.event for each in read(tmp_path) if isinstance(each.event, WarningRaised)]
+        assert warning.message == "step-000001 is skipped: manifest.json is broken"
+        with pytest.raises(ConfigError, match="a good checkpoint of step 0"):
+            _check_checkpoints(tmp_path, anew=True)
+        (tmp_path / "checkpoints" / "step-000000" / "manifest.json").unlink()
+        with pytest.raises(RecordError, match=r"(?s)saved at step 0, .*step-000000: manifest.json: No such") as error:
+            _check_checkpoints(tmp_path, anew=False)
+        assert f"train --resume {tmp_path} --anew" in error.value.hint
+        _check_checkpoints(tmp_path, anew=True)

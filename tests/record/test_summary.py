@@ -13,8 +13,8 @@ def test_it_says_what_was_learned_and_what_failed(tmp_path):
             log.emit(event)
     text = summarise_run(tmp_path)
     rows = [line.split() for line in text.splitlines()]
-    assert ["before", "0", "0.250", "-", "0.250", "4", "1"] in rows
-    assert ["after", "reinforcement", "2", "0.750", "+0.500", "0.750", "4", "1"] in rows
+    assert ["before", "0", "0.250", "-", "0.250", "4", "3", "1"] in rows
+    assert ["after", "reinforcement", "2", "0.750", "+0.500", "0.750", "4", "3", "1"] in rows
     for part in ("reinforcement: 2 steps, reward 0.500 to 1.000", "3 scored, 1 failed", "shell: timeout 1",
                  "sandbox 1", "prefix cache: 40%"):  # fmt: skip
         assert part in text

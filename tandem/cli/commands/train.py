@@ -8,6 +8,7 @@ from tandem.cli import words
 from tandem.core.errors import ConfigError
 
 RESUME_HELP = "Go on with this run (a folder, a name in runs/, or last)."
+ANEW_HELP = "With --resume: begin at step 0 where no checkpoint can be used any more."
 
 
 def add(app: typer.Typer) -> None:
@@ -20,7 +21,11 @@ def add(app: typer.Typer) -> None:
     )(train)
 
 
-def train(context: typer.Context, resume: str = typer.Option("", metavar="RUN", help=RESUME_HELP)) -> None:
+def train(
+    context: typer.Context,
+    resume: str = typer.Option("", metavar="RUN", help=RESUME_HELP),
+    anew: bool = typer.Option(False, "--anew", help=ANEW_HELP),
+) -> None:
     """Train RECIPE... (TOML or YAML; later files and flags win). Without a recipe: the defaults.
 
     \b
@@ -30,6 +35,8 @@ def train(context: typer.Context, resume: str = typer.Option("", metavar="RUN", 
     tandem train --resume runs/boxwork-20260101-120000-s0
     """
     if not resume:
+        if anew:
+            raise ConfigError("--anew goes with --resume RUN", hint="without --resume every run is a new one")
         recipe, origins = words.recipe_from(context)
         from tandem.app.run import train as start
 
@@ -45,4 +52,5 @@ def train(context: typer.Context, resume: str = typer.Option("", metavar="RUN", 
     from tandem.app.run import train as start
 
     recipe, origins = recipe_of(folder)
-    raise typer.Exit(start(recipe, origins, resume=folder, command=words.command_line(context, ["--resume", resume])))
+    said = words.command_line(context, ["--resume", resume])
+    raise typer.Exit(start(recipe, origins, resume=folder, anew=anew, command=said))

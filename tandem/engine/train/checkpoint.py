@@ -2,8 +2,9 @@
 
 Owns: the folder of checkpoints of a run. A checkpoint is written under a temporary name, synced, and renamed;
 its manifest names every file with size and SHA-256. Refuses: Hugging Face folders (the model loader's part).
-Invariants: what ``latest`` lists is complete; what ``restore`` returns is what was saved, bit for bit, or it
-raises; a torn write leaves only a temporary folder, which the next save removes.
+Invariants: what ``latest`` lists is complete, and what is left out has a reason (``broken``); what ``restore``
+returns is what was saved, bit for bit, or it raises; a torn write leaves only a temporary folder, which the next
+save removes.
 """
 
 from __future__ import annotations
@@ -166,21 +167,42 @@ class CheckpointStore:
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps of all complete checkpoints in a folder (which need not exist), oldest first."""
-    found = [path for path in folder.glob("step-*") if _manifest(path) is not None]
+    found = [path for path in folder.glob("step-[0-9]*") if not _problem(path)]
     return sorted(int(path.name.removeprefix("step-")) for path in found)
 
 
+def broken(folder: Path) -> dict[str, str]:
+    """The checkpoints that ``complete_steps`` leaves out: what is wrong with each, by the name of its folder."""
+    problems = {path.name: _problem(path) for path in sorted(folder.glob("step-*"))}
+    return {name: problem for name, problem in problems.items() if problem}
+
+
 def _manifest(folder: Path) -> dict[str, dict[str, object]] | None:
-    """The files of a complete checkpoint: the manifest reads, and every file is there in full length."""
+    """The files of a complete checkpoint."""
+    return None if _problem(folder) else json.loads((folder / MANIFEST).read_text())["files"]
+
+
+def _problem(folder: Path) -> str:
+    """Why this is no complete checkpoint: its manifest does not read, or a file is not there in full length."""
+    if not folder.name.removeprefix("step-").isdigit():
+        return "its name is no step"
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-        whole = manifest["format"] == FORMAT and all(
-            (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
-        )
-    except (OSError, ValueError, KeyError):
-        return None
-    return files if whole else None
+        if manifest["format"] != FORMAT:
+            return f"it has format {manifest['format']}, this version reads {FORMAT}"
+        wanted = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
+    except OSError as error:
+        return f"{MANIFEST}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is broken"
+    for name, size in wanted.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found != size:
+            return f"{name} has {found} of {size} bytes"
+    return ""
 
 
 def _name(step: int) -> str:

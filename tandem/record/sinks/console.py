@@ -95,10 +95,11 @@ class ConsoleSink:
             case StepFinished():
                 self._line(self._step_line(self._metrics.steps[-1]))
             case EvaluationFinished() as event:
+                failed = f", {event.num_failed} of {event.num_tasks} failed" if event.num_failed else ""
                 families = "".join(f", {name} {value:.2f}" for name, value in event.by_family.items())
                 self._line(
-                    f"evaluation {event.name}: success {number(event.success)} of {event.num_tasks} tasks "
-                    f"({event.num_failed} failed{families}), {event.duration_s:.1f} s"
+                    f"evaluation {event.name}: success {number(event.success)} of "
+                    f"{event.num_tasks - event.num_failed} scored{failed}{families}, {event.duration_s:.1f} s"
                 )
             case GroupStarted() as event if event.purpose not in (purpose_before, TRAIN):
                 self._line(f"evaluation {event.purpose} ...")

@@ -20,7 +20,7 @@ from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.errors import RecordError
 from tandem.engine.compute import ComputeQueue
-from tandem.engine.train.checkpoint import CheckpointStore
+from tandem.engine.train.checkpoint import CheckpointStore, broken
 from tandem.engine.train.score import frozen_copy
 from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.weights import PublishedWeights
@@ -109,10 +109,20 @@ def test_torn_and_changed_checkpoints(tmp_path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+    assert broken(tmp_path) == {"step-000002": "moments.safetensors: No such file or directory"}
     before = process.weights.digest()
     with pytest.raises(RecordError, match="not what was saved"):
         process.store.restore(1)
     assert process.weights.digest() == before
+    os.truncate(file, 100)
+    (tmp_path / "step-000002" / "manifest.json").write_text('{"format": 1, "files": []}')
+    (tmp_path / "step-old").mkdir()
+    assert process.store.latest() is None
+    assert broken(tmp_path) == {
+        "step-000001": f"weights.safetensors has 100 of {len(data)} bytes",
+        "step-000002": "manifest.json is broken",
+        "step-old": "its name is no step",
+    }
     process.compute.close()
 
 

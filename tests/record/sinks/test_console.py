@@ -22,7 +22,8 @@ def test_plain_lines_say_each_step_and_evaluation():
     assert lines[0] == "run run-1"
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 2 and "reward 0.500" in steps[0] and "tool errors 1/2" in steps[0] and "failed 1" in steps[1]
-    assert any(line.startswith("evaluation before: success 0.250") for line in lines)
+    (told,) = [line for line in lines if line.startswith("evaluation before: ")]
+    assert "success 0.250 of 3 scored, 1 of 4 failed, files 0.25, " in told  # failed ones are in no mean
     assert lines[-1] == "finished after step 2"
 
 
