@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from folderbox import FolderBackend
+
+import tandem
+from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxState
+from tandem.core.errors import SandboxError, SandboxUnavailable
+from tandem.record.sinks.nowhere import NowhereSink
+from tandem.sandbox.face import Sandbox
+from tandem.sandbox.manager import SandboxManager
+from tandem.sandbox.records import PauseMode
+
+
+def test_the_package_gives_it_and_nothing_else() -> None:
+    assert tandem.Sandbox is Sandbox
+    with pytest.raises(AttributeError, match="'Sandbocks'"):
+        _ = tandem.Sandbocks
+
+
+def test_a_box_of_its_own_lives_as_long_as_its_context() -> None:
+    async def main() -> None:
+        try:
+            async with Sandbox.create(environment={"WHO": "me"}, lifetime_s=60) as box:
+                result = await box.commands.run("echo $WHO", timeout_s=10)
+                assert result.stdout == "me\n" and box.state is SandboxState.RUNNING
+        except SandboxUnavailable as error:
+            pytest.skip(f"no boxes here: {error.message}")
+        assert box.state is SandboxState.DEAD and not await box.kill()
+        with pytest.raises(SandboxError, match="needs someone to end it"):
+            await Sandbox.create()
+
+    asyncio.run(main())
+
+
+def test_every_verb_of_a_box(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = FolderBackend(tmp_path / "backend")
+        manager = SandboxManager(SandboxSection(warm=0), NowhereSink(), backend=backend, state=tmp_path / "state")
+        async with Sandbox.create(manager=manager, metadata={"a": "b"}) as box:
+            await box.files.write("x", "1")
+            assert await box.pause() and not await box.pause()
+            assert await box.files.read("x") == b"1" and not await box.resume()
+            assert await box.pause(mode=PauseMode.FILES) and await box.resume()
+            snapshot = await box.snapshot("base")
+            (child,) = await box.fork()
+            assert isinstance(child, Sandbox) and await child.files.read("x") == b"1"
+            assert (await box.usage()).processes == 1
+            box.set_timeout(30)
+            again = await Sandbox.create(manager=manager, snapshot=snapshot.id)
+            assert await again.files.read("x") == b"1"
+            backend.faults["child 0"] = SandboxError("no")
+            assert [type(each) for each in await box.fork(2, live=True)] == [SandboxError, Sandbox]
+        assert box.state is SandboxState.DEAD and again.state is SandboxState.RUNNING
+        with pytest.raises(SandboxUnavailable, match="moon"):
+            async with Sandbox.create("moon", manager=manager):
+                pass
+        await manager.close()
+        assert not backend.boxes
+
+    asyncio.run(main())
