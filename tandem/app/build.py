@@ -6,6 +6,7 @@ Owns: construction and the order of closing. Nothing outside this file knows whi
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +29,8 @@ from tandem.engine.weights import PublishedWeights
 from tandem.models.builtin import resolve_model
 from tandem.models.causal_lm import CausalLM
 from tandem.models.loader import load_model, read_spec
+from tandem.models.lora import LoraSpec, adapters_of, add_adapters, load_adapters, merged_copy, save_adapters
+from tandem.models.saver import save_model
 from tandem.rollout.driver import RolloutDriver
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.trainer.evaluate import summarise
@@ -74,6 +77,38 @@ def prepare_process(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.engine.threads or len(os.sched_getaffinity(0)))
 
 
+def load_for_training(recipe: Recipe, path: Path) -> CausalLM:
+    """The weights that the recipe starts from, with the adapters it asks for."""
+    model = load_model(
+        path,
+        dtype=DTYPES[recipe.model.dtype],
+        device=pick_device(recipe.model.device),
+        numerics=recipe.engine.numerics,
+    )
+    lora = recipe.lora
+    if lora.path:
+        return load_adapters(model, Path(lora.path))
+    if lora.rank:
+        spec = LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dora=lora.dora)
+        return add_adapters(model, spec, seed=recipe.trainer.seed)
+    return model
+
+
+def export_model(model: CausalLM, folder: Path, *, base: Path) -> Path:
+    """Write the weights, adapters merged, as ``model`` in a run folder, and adapters alone as ``adapter``; newer ones
+    replace what is there."""
+    target, fresh = folder / "model", folder / ".model-new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    whole = merged_copy(model) if adapters_of(model) else model
+    save_model(whole, fresh, tokenizer_from=base)
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+    if whole is not model:
+        shutil.rmtree(folder / "adapter", ignore_errors=True)
+        save_adapters(model, folder / "adapter", base=str(base))
+    return target
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
     """Weights and the inference engine on them."""
@@ -89,12 +124,7 @@ async def engine_of(recipe: Recipe, files: ModelFiles) -> AsyncIterator[LiveMode
     prepare_process(recipe)
     compute = ComputeQueue()
     try:
-        model = load_model(
-            files.path,
-            dtype=DTYPES[recipe.model.dtype],
-            device=pick_device(recipe.model.device),
-            numerics=recipe.engine.numerics,
-        )
+        model = load_for_training(recipe, files.path)
         weights = PublishedWeights(model)
         engine = InferEngine(
             model,

@@ -14,8 +14,8 @@ import numpy as np
 
 from tandem.algorithms.credit import demonstration, preference
 from tandem.algorithms.spec import AlgorithmSpec, Data, resolve
-from tandem.app.build import DTYPES, prepare_process
-from tandem.app.preflight import ModelFiles, pick_device, prepare_model
+from tandem.app.build import export_model, load_for_training, prepare_process
+from tandem.app.preflight import ModelFiles, prepare_model
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError
 from tandem.core.events import DataLoaded
@@ -28,8 +28,8 @@ from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.train.value import RewardModelEngine, ValueModel
 from tandem.engine.weights import PublishedWeights
 from tandem.envs.dataset import Loaded, load_dataset, try_first_row
-from tandem.models.loader import load_model
-from tandem.models.saver import save_model, save_scoring_model
+from tandem.models.lora import merged_copy
+from tandem.models.saver import save_scoring_model
 from tandem.trainer.supervised import SupervisedRun, Unit
 
 
@@ -102,12 +102,7 @@ class _Offline:
         self, recipe: Recipe, ready: OfflineReady, folder: Path, sink: EventSink, compute: ComputeQueue
     ) -> None:
         self._recipe, self._ready, self._folder, self._sink = recipe, ready, folder, sink
-        model = load_model(
-            ready.model.path,
-            dtype=DTYPES[recipe.model.dtype],
-            device=pick_device(recipe.model.device),
-            numerics=recipe.engine.numerics,
-        )
+        model = load_for_training(recipe, ready.model.path)
         self._weights = PublishedWeights(model)
         self._reference = frozen_copy(model) if ready.algorithm.needs_reference else None
         self._compute = compute
@@ -156,14 +151,13 @@ class _Offline:
         return {"eval_loss": -total / sum(sum(sample.ce_weights) for sample in samples)}
 
     def _export(self) -> Path:
+        base = self._ready.model.path
+        if not isinstance(self._engine, RewardModelEngine):
+            return export_model(self._weights.model, self._folder, base=base)
         target, fresh = self._folder / "model", self._folder / ".model-new"
         shutil.rmtree(fresh, ignore_errors=True)
-        tokenizer = self._ready.model.path
-        if isinstance(self._engine, RewardModelEngine):
-            head = self._engine.model.head.weight.detach()
-            save_scoring_model(self._weights.model, head, fresh, tokenizer_from=tokenizer)
-        else:
-            save_model(self._weights.model, fresh, tokenizer_from=tokenizer)
+        head = self._engine.model.head.weight.detach()
+        save_scoring_model(merged_copy(self._weights.model), head, fresh, tokenizer_from=base)
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
         return target

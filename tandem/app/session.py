@@ -8,14 +8,13 @@ are never counted as reinforcement; a resumed run does not evaluate twice what t
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 from tandem.algorithms.credit import demonstration
 from tandem.algorithms.spec import resolve
-from tandem.app.build import Parts, teacher_of
+from tandem.app.build import Parts, export_model, teacher_of
 from tandem.app.preflight import demonstrations
 from tandem.config.sections.algorithm import AlgorithmSection
 from tandem.core.events import EngineReported
@@ -26,7 +25,6 @@ from tandem.engine.train.checkpoint import CheckpointStore, complete_steps
 from tandem.engine.train.score import Scorer, frozen_copy
 from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.train.value import CriticEngine, ValueModel
-from tandem.models.saver import save_model
 from tandem.rollout.assemble import demonstrate
 from tandem.trainer.batcher import Batcher
 from tandem.trainer.loop import Connections, TrainingLoop
@@ -144,12 +142,7 @@ class TrainingSession:
 
     def export(self) -> Path:
         """Write the weights as a Hugging Face folder ``model`` in the run folder (a newer one replaces it)."""
-        target, fresh = self._folder / "model", self._folder / ".model-new"
-        shutil.rmtree(fresh, ignore_errors=True)
-        save_model(self._parts.weights.model, fresh, tokenizer_from=self._parts.ready.model.path)
-        shutil.rmtree(target, ignore_errors=True)
-        fresh.rename(target)
-        return target
+        return export_model(self._parts.weights.model, self._folder, base=self._parts.ready.model.path)
 
     async def _warm_up(self) -> None:
         recipe, parts = self._parts.recipe, self._parts

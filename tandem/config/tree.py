@@ -9,6 +9,7 @@ from tandem.config.sections.critic import CriticSection
 from tandem.config.sections.data import DataSection
 from tandem.config.sections.engine import EngineSection
 from tandem.config.sections.environment import EnvironmentSection
+from tandem.config.sections.lora import LoraSection
 from tandem.config.sections.model import ModelSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.config.sections.record import RecordSection
@@ -23,6 +24,7 @@ class Recipe(Section):
     """A whole run. Every table has defaults; an empty recipe is the demo."""
 
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     environment: EnvironmentSection = EnvironmentSection()
     data: DataSection = DataSection()
     rollout: RolloutSection = RolloutSection()

@@ -26,8 +26,13 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_out, num_in, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(num_out, dtype=dtype, device=device)) if bias else None
 
+        self.adapter: nn.Module | None = None  # a low-rank update of the weight (``models.lora``)
+
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x_TK, self.weight, self.bias)
+        if self.adapter is None:
+            return self.ops.linear(x_TK, self.weight, self.bias)
+        out_TN = self.adapter(x_TK, self.weight, self.ops.linear(x_TK, self.weight))
+        return out_TN if self.bias is None else out_TN + self.bias
 
 
 class Norm(nn.Module):

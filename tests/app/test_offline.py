@@ -59,6 +59,19 @@ def test_the_loss_falls_and_transformers_loads_the_model(method, tmp_path) -> No
     assert sum(better > worse for better, worse in scores) >= 10
 
 
+@pytest.mark.parametrize("dora", ["false", "true"])
+def test_adapters_learn_and_go_on_from_their_own_folder(dora, tmp_path) -> None:
+    lora = ["--lora.rank", "4", "--lora.dora", dora]
+    assert train(*recipe(tmp_path, "sft", "one", *lora)) == 0
+    one = tmp_path / "runs" / "one"
+    losses = [event.loss for event in steps(one)]
+    assert losses[-1] < losses[0]
+    assert train(*recipe(tmp_path, "sft", "two", "--lora.path", str(one / "adapter"), "--trainer.steps", "1")) == 0
+    (again,) = [event.loss for event in steps(tmp_path / "runs" / "two")]
+    assert again < losses[0]
+    AutoModelForCausalLM.from_pretrained(one / "model")
+
+
 def test_held_out_loss_is_measured(tmp_path) -> None:
     assert train(*recipe(tmp_path, "sft", "one", "--data.eval-path", str(tmp_path / "rows.jsonl"))) == 0
     (last,) = [event for event in steps(tmp_path / "runs" / "one") if "eval_loss" in event.metrics]
