@@ -18,33 +18,19 @@ HEAD_CHUNK = 256
 
 
 class PackedLinear(torch.autograd.Function):
-    """``x @ weight.T`` with the weight in the library's own layout. ``least``: fewer rows are padded to so many;
-    ``block``: every product has exactly so many rows (None: all at once)."""
+    """``x @ weight.T`` by ``product(x, weight)``, which keeps the weight in a layout of its own."""
 
     @staticmethod
-    def forward(ctx, x_TK, weight_NK, packed_of, least, block):
+    def forward(ctx, x_TK, weight_NK, product):
         ctx.save_for_backward(x_TK, weight_NK)
-        packed = packed_of(weight_NK)
-        rows = x_TK.shape[0]
-        if rows <= least or block is None:
-            return _packed_product(x_TK, packed, least)
-        out_TN = x_TK.new_empty(rows, weight_NK.shape[0])
-        for begin in range(0, rows, block):
-            out_TN[begin : begin + block] = _packed_product(x_TK[begin : begin + block], packed, block)
-        return out_TN
+        return product(x_TK, weight_NK)
 
     @staticmethod
     def backward(ctx, grad_TN):
         x_TK, weight_NK = ctx.saved_tensors
         dx = grad_TN @ weight_NK if ctx.needs_input_grad[0] else None
         dweight = grad_TN.T @ x_TK if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None, None
-
-
-def _packed_product(x_TK: Tensor, packed: Tensor, least: int) -> Tensor:
-    rows = x_TK.shape[0]
-    padded = torch.nn.functional.pad(x_TK, (0, 0, 0, least - rows)) if rows < least else x_TK
-    return torch.ops.mkldnn._linear_pointwise(padded, packed, None, "none", [], "")[:rows]
+        return dx, dweight, None
 
 
 class Attention(torch.autograd.Function):

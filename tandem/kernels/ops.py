@@ -8,6 +8,7 @@ Shapes: tokens are packed, T rows; S key slots; H query heads in G groups of D d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,14 +24,9 @@ from tandem.kernels.impl.cpu import native
 # makers, with and without tile instructions (AMX); ``tests/kernels`` looks on the machine it runs on.
 LEAST_ROWS = 2  # a matrix-vector product takes another road
 # The library's bfloat16 kernels with tile instructions sum in an order that depends on the number of rows, but on
-# nothing else: there every call gets this many rows. (Without the instructions they are exact, and 6 times slower.)
+# nothing else. Ours (``impl/cpu/tiles.c``) do not; where they cannot be built every call gets this many rows.
 TILE_ROWS = 64
 PACK_ROWS = 64  # above this many rows packing a bfloat16 weight gains nothing
-
-
-def has_tiles() -> bool:
-    """Whether bfloat16 products run on tile instructions here."""
-    return torch.cpu._is_amx_tile_supported()
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,8 @@ class Ops:
             raise EngineError(f"unknown numerics {numerics!r}", hint="exact or fast")
         self.numerics = numerics
         self.device = torch.device(device)
-        self._tiles = self.device.type == "cpu" and has_tiles()
+        self._tiles = self.device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+        self._own_tiles = self._tiles and native.has_tiles()
         # Packed copies, keyed by weight; remade when the weight has changed since.
         self._packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -76,13 +73,14 @@ class Ops:
         rows = x_TK.shape[0]
         if self.numerics == "fast" or self.device.type != "cpu" or rows == 0:
             return F.linear(x_TK, weight_NK, bias_N)
-        if x_TK.dtype is torch.float32:
+        tiles = self._tiles and x_TK.dtype is torch.bfloat16
+        if tiles and self._own_tiles:
+            out = functions.PackedLinear.apply(x_TK, weight_NK, self._tiled_product)
+        elif tiles:
+            out = functions.PackedLinear.apply(x_TK, weight_NK, self._blocked_product)
+        elif x_TK.dtype is torch.float32 or (rows <= PACK_ROWS and not torch.is_grad_enabled()):
             # The stock float32 product packs the weight anew at every call, in ways that depend on the rows.
-            out = functions.PackedLinear.apply(x_TK, weight_NK, self._packed_of, LEAST_ROWS, None)
-        elif x_TK.dtype is torch.bfloat16 and self._tiles:
-            out = functions.PackedLinear.apply(x_TK, weight_NK, self._packed_of, TILE_ROWS, TILE_ROWS)
-        elif x_TK.dtype is torch.bfloat16 and rows <= PACK_ROWS and not torch.is_grad_enabled():
-            out = functions.PackedLinear.apply(x_TK, weight_NK, self._packed_of, LEAST_ROWS, None)
+            out = functions.PackedLinear.apply(x_TK, weight_NK, self._packed_product)
         else:  # the bits of a packed bfloat16 weight, without packing it
             padded = F.pad(x_TK, (0, 0, 0, LEAST_ROWS - rows)) if rows < LEAST_ROWS else x_TK
             out = F.linear(padded, weight_NK)[:rows]
@@ -123,6 +121,9 @@ class Ops:
 
     def logits(self, hidden_TD: Tensor, head_VD: Tensor) -> Tensor:
         """Float32 logits ``[T, V]``; the projection of sampler and trainer alike."""
+        exact = self.numerics == "exact" and self._own_tiles and hidden_TD.dtype is torch.bfloat16
+        if exact and not torch.is_grad_enabled():
+            return native.tiles_linear(hidden_TD, self._tiled(head_VD), head_VD.shape[0], wide=True)
         return self.linear(hidden_TD, head_VD).float()
 
     def token_logprobs(
@@ -137,11 +138,34 @@ class Ops:
         ``[T]``. Logits exist for ``chunk`` rows at a time."""
         return functions.TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, self.logits, chunk)
 
-    def _packed_of(self, weight_NK: Tensor) -> Tensor:
+    def _tiled_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        return native.tiles_linear(x_TK, self._tiled(weight_NK), weight_NK.shape[0])
+
+    def _blocked_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        return torch.cat([_padded_product(x, self._reordered(weight_NK), TILE_ROWS) for x in x_TK.split(TILE_ROWS)])
+
+    def _packed_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        return _padded_product(x_TK, self._reordered(weight_NK), LEAST_ROWS)
+
+    def _tiled(self, weight_NK: Tensor) -> Tensor:
+        return self._packed_by(weight_NK, lambda weight: native.tiles_pack(weight.contiguous()))
+
+    def _reordered(self, weight_NK: Tensor) -> Tensor:
         """The weight in oneDNN's own layout: 1.2 to 2 times as fast for few rows."""
+        return self._packed_by(
+            weight_NK, lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
+        )
+
+    def _packed_by(self, weight_NK: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
         version = weight_NK._version
         kept = self._packed.get(weight_NK)
         if kept is None or kept[0] != version:
-            kept = version, torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), PACK_ROWS)
+            kept = version, pack(weight_NK.detach())
             self._packed[weight_NK] = kept
         return kept[1]
+
+
+def _padded_product(x_TK: Tensor, packed: Tensor, least: int) -> Tensor:
+    rows = x_TK.shape[0]
+    padded = F.pad(x_TK, (0, 0, 0, least - rows)) if rows < least else x_TK
+    return torch.ops.mkldnn._linear_pointwise(padded, packed, None, "none", [], "")[:rows]

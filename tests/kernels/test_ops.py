@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import EngineError
+from tandem.kernels.impl.cpu import native
 from tandem.kernels.ops import Ops
 from tests.kernels.attention_cases import exact_attention, key_index, packed_keys, random_qkv, shared_keys
 
@@ -46,7 +47,7 @@ def grads(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 def test_a_projected_row_has_the_same_bits_in_every_batch(ops, threads, dtype, num_in, num_out):
     x, weight = rows(130, num_in, dtype), rows(num_out, num_in, dtype, seed=1)
     whole = ops.linear(x, weight.requires_grad_()).detach()
-    for count in [*range(1, 20), 31, 32, 33, 63, 64, 65, 100]:
+    for count in [*range(1, 20), 31, 32, 33, 47, 48, 49, 63, 64, 65, 100]:
         assert torch.equal(ops.linear(x[7 : 7 + count], weight), whole[7 : 7 + count]), f"{count} rows, training"
         with torch.no_grad():
             assert torch.equal(ops.linear(x[7 : 7 + count], weight), whole[7 : 7 + count]), f"{count} rows, inference"
@@ -63,6 +64,23 @@ def test_linear_is_right_and_differentiable(ops, dtype):
         torch.testing.assert_close(found, wanted)
     with torch.no_grad():
         assert torch.equal(ops.linear(x, weight, bias), out)
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 32), (40, 17), (576, 100)])
+def test_tile_products_are_right_for_every_number_of_rows(threads, num_in, num_out):
+    if not native.has_tiles():
+        pytest.skip("this machine has no tile instructions for bfloat16")
+    weight = rows(num_out, num_in, torch.bfloat16, 1)
+    packed = native.tiles_pack(weight)
+    for count in (1, 2, 15, 16, 17, 31, 32, 33, 64, 79):
+        x = rows(count, num_in, torch.bfloat16, count)
+        exact = x.double() @ weight.double().T
+        out = native.tiles_linear(x, packed, num_out)
+        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=2**-8)
+        assert torch.equal(native.tiles_linear(x, packed, num_out, wide=True), out.float())
+        assert torch.equal(native.tiles_linear(rows(count, 2 * num_in, torch.bfloat16)[:, :num_in], packed, num_out),
+                           native.tiles_linear(rows(count, 2 * num_in, torch.bfloat16)[:, :num_in].clone(), packed,
+                                               num_out))  # fmt: skip
 
 
 def test_no_rows_is_no_rows(ops):
@@ -266,7 +284,10 @@ def test_token_logprobs_gradients(ops):
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-5)
     for left, right in zip(grads(found, hidden, head), grads(plain, hidden, head), strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
-    assert not ops.token_logprobs(hidden, head, targets, temperature)[1].requires_grad
+    entropy = ops.token_logprobs(hidden, head, targets, temperature, 8)[1]
+    p = torch.softmax(hidden @ head.T / temperature[:, None], 1)
+    for left, right in zip(grads(entropy, hidden, head), grads(-(p * p.log()).sum(1), hidden, head), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
 def test_only_what_needs_a_gradient_gets_one(ops):

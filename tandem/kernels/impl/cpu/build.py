@@ -19,7 +19,7 @@ from pathlib import Path
 from tandem.core.cache import cache_folder, make_folder
 from tandem.core.errors import EngineError, boundary
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "tiles.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 120
 
@@ -43,16 +43,16 @@ def built(compiler: str) -> Path:
         EngineError: the compiler fails; the message holds what it said.
     """
     version = _run([compiler, "--version"])
-    key = hashlib.sha256(SOURCE.read_bytes() + version + " ".join(FLAGS).encode() + _processor()).hexdigest()[:16]
+    source = b"".join(path.read_bytes() for path in SOURCES)
+    key = hashlib.sha256(source + version + " ".join(FLAGS).encode() + _processor()).hexdigest()[:16]
 
     def build(folder: Path) -> None:
-        unit = folder / "kernels.o"
-        for command in (
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unit)],
-            [compiler, "-shared", str(unit), "-o", str(folder / "kernels.so"), "-lm"],
-        ):
-            _run(command)
-        unit.unlink()
+        units = [folder / f"{path.stem}.o" for path in SOURCES]
+        for path, unit in zip(SOURCES, units, strict=True):
+            _run([compiler, *FLAGS, "-c", str(path), "-o", str(unit)])
+        _run([compiler, "-shared", *map(str, units), "-o", str(folder / "kernels.so"), "-lm"])
+        for unit in units:
+            unit.unlink()
 
     return make_folder(cache_folder("kernels") / key, build)
 

@@ -43,8 +43,8 @@ def test_a_build_is_kept_and_found_again(own_cache: Path):
 def test_other_source_is_another_build(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = build.built("gcc")
     changed = tmp_path / "kernels.c"
-    changed.write_text(build.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(build, "SOURCE", changed)
+    changed.write_text(build.SOURCES[0].read_text() + "\n")
+    monkeypatch.setattr(build, "SOURCES", (changed, *build.SOURCES[1:]))
     assert build.built("gcc") != first
 
 
@@ -53,7 +53,7 @@ def test_source_that_does_not_compile_is_an_error_with_the_compilers_words(
 ):
     broken = tmp_path / "kernels.c"
     broken.write_text("int f(void) { return nowhere; }\n")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setattr(build, "SOURCES", (broken,))
     with pytest.raises(EngineError, match="nowhere"):
         build.built("gcc")
     assert not [path for path in (own_cache / "tandem" / "kernels").iterdir() if re.match(r"\w", path.name)]
