@@ -12,8 +12,8 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from tandem.core.errors import SandboxError
-from tandem.sandbox.backend import Ability, Call, Outcome, Piece, Start, Terminal, refuse
+from tandem.core.errors import SandboxError, SandboxUnavailable
+from tandem.sandbox.backend import Call, Outcome, Piece, Start, Terminal
 from tandem.sandbox.session import Session
 from tandem.serve.e2b.files import FileChange, FileInfo
 
@@ -64,9 +64,10 @@ class CalledProcess:
 
     def __init__(self, session: Session, start: Start) -> None:
         if start.terminal is not None:
-            raise refuse("box's", Ability.TERMINAL)
-        if start.stdin or start.user != "agent":
-            raise refuse("box's", Ability.PROCESSES)
+            raise _refused("a terminal")
+        if start.stdin:
+            raise _refused("standard input of a running command")
+        _own(start.user)
         self.pid = next(_numbers)
         self._kept: list[Piece] = []
         self._kept_bytes = 0
@@ -98,16 +99,16 @@ class CalledProcess:
         return outcome
 
     async def send_stdin(self, data: bytes) -> None:
-        raise refuse("box's", Ability.PROCESSES)
+        raise _refused("standard input of a running command")
 
     async def close_stdin(self) -> None:
-        raise refuse("box's", Ability.PROCESSES)
+        raise _refused("standard input of a running command")
 
     async def resize(self, terminal: Terminal) -> None:
-        raise refuse("box's", Ability.TERMINAL)
+        raise _refused("a terminal")
 
     async def signal(self, number: int) -> None:
-        raise refuse("box's", Ability.PROCESSES)
+        raise _refused("signals to a running command")
 
     def _hear(self, stream: str, data: bytes) -> None:
         self._kept.append(Piece(stream, data))
@@ -151,7 +152,7 @@ class CalledFiles:
         await self._run(user, "remove", path)
 
     async def watch(self, path: str, *, recursive: bool, user: str) -> AsyncGenerator[FileChange, None]:
-        raise refuse("box's", Ability.PROCESSES)
+        raise _refused("watching folders")
 
     async def _run(self, user: str, verb: str, path: str, *more: str) -> Any:
         _own(user)
@@ -167,7 +168,11 @@ class CalledFiles:
 
 def _own(user: str) -> None:
     if user != "agent":
-        raise refuse("box's", Ability.PROCESSES)
+        raise _refused(f"user {user}")
+
+
+def _refused(what: str) -> SandboxUnavailable:
+    return SandboxUnavailable(f"{what}: this sandbox's backend runs whole commands only")
 
 
 def _absolute(path: str) -> str:

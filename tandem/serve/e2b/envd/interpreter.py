@@ -171,7 +171,8 @@ async def answer_interpreter(entry: Entry, request: Request) -> Response:
             )  # fmt: skip
             environment = {str(key): str(value) for key, value in (asked.get("env_vars") or {}).items()}
             events = kernel.run(str(asked.get("code") or ""), environment)
-            return StreamingResponse(_encoded(events), media_type="application/json")
+            first = await anext(events)  # a kernel that does not start is an error with a status of its own
+            return StreamingResponse(_encoded(first, events), media_type="application/json")
         case "GET", ["contexts"]:
             return json_response([kernel.shown for kernel in kernels.all()])
         case "POST", ["contexts"]:
@@ -187,8 +188,9 @@ async def answer_interpreter(entry: Entry, request: Request) -> Response:
             raise Fault(404, f"{method} {request.url.path}: no such thing at the interpreter")
 
 
-async def _encoded(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+async def _encoded(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     try:
+        yield msgspec.json.encode(first) + b"\n"
         async for event in events:
             yield msgspec.json.encode(event) + b"\n"
     finally:
