@@ -46,9 +46,10 @@ class Cgroups:
         self.controllers = {name for group in groups for name in group.controllers}
 
     @classmethod
-    def open(cls) -> Cgroups:
-        """Make this supervisor's folders wherever it may."""
-        name = f"tandem-{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(3)}"
+    def open(cls, owner: int | None = None) -> Cgroups:
+        """Make folders wherever this process may; they are garbage when ``owner`` (None: this process) is dead."""
+        owner = owner or os.getpid()
+        name = f"tandem-{_namespace()}-{owner}-{_start_time(owner)}-{secrets.token_hex(3)}"
         unified, legacy = _hierarchies()
         groups: list[Group] = []
         if unified is not None and (group := _open_unified(*unified, name)) is not None:
@@ -56,7 +57,8 @@ class Cgroups:
         taken = {controller for group in groups for controller in group.controllers}
         by_folder: dict[Path, list[str]] = {}
         for controller, folder in legacy.items():
-            if controller in CONTROLLERS and controller not in taken:
+            wanted = (*CONTROLLERS, "freezer") if unified is None else CONTROLLERS
+            if controller in wanted and controller not in taken:
                 by_folder.setdefault(folder, []).append(controller)
         for folder, controllers in by_folder.items():
             with contextlib.suppress(OSError):
@@ -64,11 +66,21 @@ class Cgroups:
                 groups.append(Group(folder / name, False, tuple(controllers)))
         return cls(tuple(groups))
 
+    def dump(self) -> list[tuple[str, bool, list[str]]]:
+        return [(str(group.folder), group.unified, list(group.controllers)) for group in self.groups]
+
+    @classmethod
+    def load(cls, dumped: list[tuple[str, bool, list[str]]]) -> Cgroups:
+        return cls(tuple(Group(Path(folder), unified, tuple(names)) for folder, unified, names in dumped))
+
     def box_folders(self, box: int, limits: SandboxLimits) -> list[tuple[str, bool, list[tuple[str, str]]]]:
         """For the keeper: folders to make, whether they are version 2, and the values to write into them."""
         return [
             (str(group.folder / f"box-{box}"), group.unified, _values(group, limits)) for group in self.groups
         ]
+
+    def folders_of(self, box: int) -> list[tuple[Group, Path]]:
+        return [(group, group.folder / f"box-{box}") for group in self.groups]
 
     def oom_kills(self, box: int) -> int:
         """How many processes of the box the kernel has killed for memory; 0 where it does not say."""

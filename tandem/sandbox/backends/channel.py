@@ -33,7 +33,7 @@ GRACE_S = 10.0
 class _Pending:
     """One call in flight."""
 
-    __slots__ = ("call", "done", "stdout", "stderr", "unsent", "window")
+    __slots__ = ("call", "done", "stdout", "stderr", "unsent", "window", "patience")
 
     def __init__(self, call: Call, done: asyncio.Future[tuple[int, int, int, int, int]]) -> None:
         self.call = call
@@ -42,6 +42,7 @@ class _Pending:
         self.stderr = bytearray()
         self.unsent = memoryview(call.stdin)
         self.window = STDIN_WINDOW
+        self.patience: asyncio.Timeout | None = None
 
 
 class Channel(asyncio.Protocol):
@@ -60,6 +61,7 @@ class Channel(asyncio.Protocol):
         self._pending: dict[int, _Pending] = {}
         self._next = 1
         self._lost: str | None = None
+        self._paused_at: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -79,6 +81,26 @@ class Channel(asyncio.Protocol):
             if not pending.done.done():
                 pending.done.set_exception(self._gone())
         self._pending.clear()
+
+    def pause(self) -> None:
+        """The box stands still from now on: no deadline passes."""
+        if self._paused_at is None:
+            self._paused_at = asyncio.get_running_loop().time()
+            for pending in self._pending.values():
+                if pending.patience is not None:
+                    pending.patience.reschedule(None)
+
+    def resume(self) -> None:
+        """To be told just before the box goes on: deadlines move by the length of the pause."""
+        if self._paused_at is None:
+            return
+        loop = asyncio.get_running_loop()
+        slept_s, self._paused_at = loop.time() - self._paused_at, None
+        if self._transport is not None and self._lost is None:
+            self._transport.write(frame(Frame.SLEPT, 0, struct.pack("<Q", round(slept_s * 1e6))))
+        for pending in self._pending.values():
+            if pending.patience is not None:
+                pending.patience.reschedule(loop.time() + pending.call.timeout_s + GRACE_S)
 
     def _gone(self) -> SandboxGone:
         return SandboxGone(f"it is gone: {self._lost}", hint="create a new one")
@@ -100,7 +122,8 @@ class Channel(asyncio.Protocol):
         if call.stdin or call.kind is CallKind.WRITE:
             self._feed(number, pending)
         try:
-            async with asyncio.timeout(call.timeout_s + GRACE_S):
+            limit_s = None if self._paused_at is not None else call.timeout_s + GRACE_S
+            async with asyncio.timeout(limit_s) as pending.patience:
                 code, flags, dropped_out, dropped_error, duration_us = await pending.done
         except TimeoutError as error:
             raise SandboxTimeout(

@@ -6,12 +6,13 @@ Refuses: frames beyond the limit, in both directions.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 from tandem.core.errors import SandboxError
-from tandem.sandbox.backend import Call, CallKind
+from tandem.sandbox.backend import Call, CallKind, Layer, LayerKind
 from tandem.sandbox.backends.template import Step
 
 PROTOCOL = 1
@@ -25,6 +26,7 @@ class Frame(IntEnum):
     RUN = 1
     STDIN = 2
     KILL = 3
+    SLEPT = 15
     HELLO = 16
     FAIL = 17
     STDOUT = 18
@@ -90,8 +92,11 @@ def create_message(
     watch_bytes: int,
     cgroups: Iterable[tuple[str, bool, list[tuple[str, str]]]],
     steps: bytes,
+    layers: Sequence[Layer] = (),
+    words: str = "",
 ) -> bytes:
-    """``outer_ids``: first uid, first gid, how many; ``disk``: bytes, inodes; ``steps``: from ``pack_steps``."""
+    """``outer_ids``: first uid, first gid, how many; ``disk``: bytes, inodes; ``steps``: from ``pack_steps``;
+    ``layers``: top first; ``words``: for the supervisor that adopts the box."""
     groups = list(cgroups)
     packed = struct.pack("<I", len(groups)) + b"".join(
         text(folder)
@@ -102,4 +107,13 @@ def create_message(
     return b"".join((
         b"C", struct.pack("<I", box), text(hostname), struct.pack("<IIII", *outer_ids, work_id),
         struct.pack("<QQQQQ", *disk, num_processes, data_bytes, watch_bytes), text(packed), text(steps),
+        text(_layers(layers)), text(words),
     ))
+
+
+def _layers(layers: Sequence[Layer]) -> bytes:
+    return struct.pack("<I", len(layers)) + b"".join(
+        (b"f" if layer.kind is LayerKind.FOLDER else b"e")
+        + text(os.fsencode(layer.path)) + text(os.fsencode(layer.device or ""))
+        for layer in layers
+    )

@@ -2,7 +2,8 @@
 
 Owns: the process and its control socket; a future a box that ends when nothing of the box is left.
 Invariant: the keeper watches this process by pidfd; if we die in any way, it kills all boxes, removes their
-cgroups and ends. If the keeper dies, the kernel kills its boxes.
+cgroups and ends; one with a socket to be found by keeps them for a grace time and gives them to the next supervisor.
+If the keeper dies, the kernel kills its boxes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -18,19 +20,30 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.core.errors import SandboxError, SandboxUnavailable
+from tandem.core.errors import SandboxError, SandboxUnavailable, SnapshotError
 
-MESSAGE_MAX = 2048
+MESSAGE_MAX = 512 * 1024
+
+
+class BusyFiles(SnapshotError):
+    """A process holds files of the box's upper: it can be copied (``tmpfs`` / ``upper``), not taken away."""
+
+    def __init__(self, reason: str, tmpfs: str = "", upper: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.tmpfs, self.upper = reason, tmpfs, upper
 
 
 class Keeper:
     """One keeper process. Lives on the event loop it was started on."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes] | None, control: socket.socket, pid: int) -> None:
+        self._process = process  # None: started by an earlier supervisor
+        self.pid = pid
+        self.pids: dict[int, int] = {}  # of the boxes' agents
+        self._snapshots: dict[int, asyncio.Future[str]] = {}
         self._control = control
         self._loop = asyncio.get_running_loop()
-        self._outbox: deque[tuple[bytes, int | None]] = deque()
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._gone: dict[int, asyncio.Future[str]] = {}
         self._refused: dict[int, Callable[[str], None]] = {}
         self._writing = False
@@ -39,14 +52,19 @@ class Keeper:
         self._loop.add_reader(control.fileno(), self._read)
 
     @classmethod
-    def start(cls, program: Path, cgroup_folders: list[str]) -> Keeper:
-        """Raises ``SandboxUnavailable`` when the program does not run."""
+    def start(cls, program: Path, *, one_id: bool, listener: int = -1, grace_s: int = 0) -> Keeper:
+        """``one_id``: this process may not give each box a range of ids; ``listener``: where later supervisors find
+        the keeper, -1 to end with this one. Raises ``SandboxUnavailable`` when the program does not run."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         image = _sealed(program)
         try:
             process = subprocess.Popen(
-                [f"/proc/self/fd/{image}", "keeper", str(theirs.fileno()), str(os.getpid()), *cgroup_folders],
-                pass_fds=(image, theirs.fileno()), env={}, stdin=subprocess.DEVNULL, cwd="/", start_new_session=True,
+                [f"/proc/self/fd/{image}", "keeper", str(theirs.fileno()), str(os.getpid()),
+                 "one" if one_id else "many", str(listener), str(grace_s)],
+                pass_fds=[fd for fd in (image, theirs.fileno(), listener) if fd >= 0], env={},
+                stdin=subprocess.DEVNULL, cwd="/", start_new_session=True,
+                stdout=None if listener < 0 else subprocess.DEVNULL,  # whoever reads ours sees our end
+                stderr=None if listener < 0 else subprocess.DEVNULL,
             )
         except OSError as error:
             ours.close()
@@ -55,49 +73,95 @@ class Keeper:
             theirs.close()
             os.close(image)
         ours.setblocking(False)
-        return cls(process, ours)
+        return cls(process, ours, process.pid)
+
+    def own(self, folders: list[str]) -> None:
+        """Control groups to remove when the keeper ends, children after their parents."""
+        for folder in folders:
+            self._send(b"O" + _text(folder), [])
+
+    def follow(self, box: int) -> asyncio.Future[str]:
+        """The future of an adopted box."""
+        return self._gone.setdefault(box, self._loop.create_future())
+
+    async def push(self, box: int) -> str:
+        """Make the upper of a box at rest a layer; its path, which stays until ``release``.
+
+        Raises:
+            BusyFiles: a process holds files of it; the box is as it was.
+            SnapshotError: it cannot be done; the box is as it was, or is being killed.
+        """
+        if not self.alive or box not in self._gone:
+            raise SnapshotError("it is gone")
+        answer = self._snapshots[box] = self._loop.create_future()
+        self._send(b"S" + struct.pack("<I", box), [])
+        return await answer
+
+    async def hold(self, box: int, folder: str) -> str:
+        """Make a folder a layer, as ``push`` does the upper. Raises SnapshotError."""
+        if not self.alive or box not in self._gone:
+            raise SnapshotError("it is gone")
+        answer = self._snapshots[box] = self._loop.create_future()
+        self._send(b"H" + struct.pack("<I", box) + _text(folder), [])
+        return await answer
+
+    def share(self, path: str) -> None:
+        """One more holder of a layer: it stays until as many ``release``."""
+        if self.alive:
+            self._send(b"+" + _text(path), [])
+
+    def release(self, path: str) -> None:
+        if self.alive:
+            self._send(b"R" + _text(path), [])
+
+    def leave(self) -> None:
+        """Let go of the keeper and all boxes without ending them."""
+        if self.alive:
+            self._lost("left to the next supervisor")
 
     def create(
-        self, box: int, message: bytes, agent: socket.socket, refused: Callable[[str], None]
+        self, box: int, message: bytes, agent: socket.socket, ours: int, refused: Callable[[str], None]
     ) -> asyncio.Future[str]:
-        """Ask for a box; ``agent`` is its end of the socket and is closed here. The future ends with the box;
+        """Ask for a box; ``agent`` is its end of the socket and is closed here, ``ours`` a copy of the other end for
+        whoever adopts it (-1: nobody). The future ends with the box;
         ``refused`` hears the reason if none is made (the future ends then, too)."""
         if not self.alive:
             agent.close()
+            if ours >= 0:
+                os.close(ours)
             raise SandboxError("the sandbox keeper has died")
         gone: asyncio.Future[str] = self._loop.create_future()
         self._gone[box] = gone
         self._refused[box] = refused
-        self._send(message, agent.detach())
+        self._send(message, [agent.detach(), *([ours] if ours >= 0 else [])])
         return gone
 
     def kill(self, box: int) -> None:
         if self.alive and box in self._gone:
-            self._send(b"K" + struct.pack("<I", box), None)
+            self._send(b"K" + struct.pack("<I", box), [])
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
         """End the keeper, and with it all boxes; returns when all are gone."""
         if self.alive:
-            with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_WR)
+            self._send(b"X", [])
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
         if self.alive:
-            self._process.kill()
+            os.kill(self.pid, signal.SIGKILL)
             self._lost("killed: it did not end in time")
-        await self._loop.run_in_executor(None, self._process.wait)
+        if self._process is not None:
+            await self._loop.run_in_executor(None, self._process.wait)
 
-    def _send(self, message: bytes, descriptor: int | None) -> None:
-        self._outbox.append((message, descriptor))
+    def _send(self, message: bytes, descriptors: list[int]) -> None:
+        self._outbox.append((message, descriptors))
         if not self._writing:
             self._write()
 
     def _write(self) -> None:
         while self._outbox:
-            message, descriptor = self._outbox[0]
-            rights = [] if descriptor is None else [struct.pack("i", descriptor)]
+            message, descriptors = self._outbox[0]
             try:
-                self._control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right) for right in rights])
+                socket.send_fds(self._control, [message], descriptors)
             except BlockingIOError:
                 if not self._writing:
                     self._writing = True
@@ -107,7 +171,7 @@ class Keeper:
                 self._lost(str(error))
                 return
             self._outbox.popleft()
-            if descriptor is not None:
+            for descriptor in descriptors:
                 os.close(descriptor)
         if self._writing:
             self._writing = False
@@ -130,10 +194,31 @@ class Keeper:
                 if (refused := self._refused.pop(box, None)) is not None:
                     refused(reason)
                 self._end(box, f"never made: {reason}")
+            elif kind == b"P":
+                self.pids[box] = struct.unpack_from("<I", message, 5)[0]
+            elif kind == b"S":
+                self._on_snapshot(box, chr(message[5]), os.fsdecode(message[6:]))
             elif kind == b"G":
                 self._end(box, _status(struct.unpack_from("<I", message, 5)[0]))
 
+    def _on_snapshot(self, box: int, verdict: str, text: str) -> None:
+        answer = self._snapshots.pop(box, None)
+        if answer is None or answer.done():
+            if verdict == "y":
+                self.release(text)
+        elif verdict == "y":
+            answer.set_result(text)
+        elif verdict == "c":
+            tmpfs, upper, reason = text.split("\0")
+            answer.set_exception(BusyFiles(reason, tmpfs, upper))
+        else:
+            answer.set_exception(SnapshotError(text))
+
     def _end(self, box: int, how: str) -> None:
+        self.pids.pop(box, None)
+        snapshot = self._snapshots.pop(box, None)
+        if snapshot is not None and not snapshot.done():
+            snapshot.set_exception(SnapshotError(f"it is gone: {how}"))
         self._refused.pop(box, None)
         gone = self._gone.pop(box, None)
         if gone is not None and not gone.done():
@@ -147,8 +232,8 @@ class Keeper:
         if self._writing:
             self._loop.remove_writer(self._control.fileno())
         self._control.close()
-        for _, descriptor in self._outbox:
-            if descriptor is not None:
+        for _, descriptors in self._outbox:
+            for descriptor in descriptors:
                 os.close(descriptor)
         self._outbox.clear()
         for box, refused in list(self._refused.items()):
@@ -158,6 +243,11 @@ class Keeper:
             self._end(box, f"the sandbox keeper has died: {why}")
         if not self._ended.done():
             self._ended.set_result(None)
+
+
+def _text(value: str) -> bytes:
+    data = os.fsencode(value)
+    return struct.pack("<I", len(data)) + data + b"\0"
 
 
 def _status(status: int) -> str:

@@ -9,72 +9,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
-from tandem.sandbox.backend import Ability, Call, Isolation, Outcome
+from tandem.sandbox.backend import Ability, Isolation, Root, refuse
+from tandem.sandbox.backends.adoption import GROUPS, SOCKET, keeper_at, listen, pack_root, unpack_root
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import SPARE_PIDS, Cgroups, sweep
 from tandem.sandbox.backends.channel import Channel
 from tandem.sandbox.backends.frames import create_message, pack_steps
+from tandem.sandbox.backends.freezer import has_swap
 from tandem.sandbox.backends.keeper import Keeper
-from tandem.sandbox.backends.template import WORK_ID, Template, host_template
+from tandem.sandbox.backends.namespace_box import NamespaceBox
+from tandem.sandbox.backends.template import WORK_ID, Template, host_template, image_template
 
 IDS_A_BOX = 65536
 FIRST_ID = 0x10000000
 NUM_RANGES = 4096
-KILL_TIMEOUT_S = 15.0
-
-
-class NamespaceBox:
-    """One live box."""
-
-    def __init__(self, number: int, backend: NamespaceBackend) -> None:
-        self._number = number
-        self._backend = backend
-        self.channel: Channel | None = None
-        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def handle(self) -> str:
-        return ""
-
-    async def call(self, call: Call) -> Outcome:
-        if self.channel is None or self.gone.done():
-            raise SandboxGone("it is gone", hint="create a new one")
-        oom_before = self._backend.oom_kills(self._number)
-        try:
-            outcome = await self.channel.call(call)
-        except SandboxTimeout:
-            self._backend.bury(self._number)
-            raise
-        if outcome.oom_killed or self._backend.oom_kills(self._number) == oom_before:
-            return outcome
-        return replace(outcome, oom_killed=True)
-
-    async def kill(self) -> None:
-        if not self.gone.done():
-            self._backend.bury(self._number)
-            try:
-                await asyncio.wait_for(asyncio.shield(self.gone), KILL_TIMEOUT_S)
-            except TimeoutError as error:
-                raise SandboxTimeout(f"it is not gone {KILL_TIMEOUT_S:g} s after its kill") from error
+GRACE_S = 600
+KERNEL = (6, 15)  # detached mounts as layers of detached overlays
 
 
 class NamespaceBackend:
-    """Makes boxes through one keeper process; starts it at first use and again should it die."""
+    """Makes boxes through one keeper process; starts it at first use and again should it die. With a ``state_folder``
+    the keeper and its boxes outlive this process by ``grace_s`` and wait there to be adopted."""
 
     name = "namespace"
     isolation = Isolation.SHARED_KERNEL
-    abilities: frozenset[Ability] = frozenset()
 
-    def __init__(self, *, cache: Path | None = None) -> None:
+    def __init__(
+        self, *, cache: Path | None = None, state_folder: Path | None = None, grace_s: int = GRACE_S
+    ) -> None:
         self._cache = cache
+        self._state_folder = state_folder
+        self._grace_s = grace_s
         self._keeper: Keeper | None = None
         self._cgroups: Cgroups | None = None
         self._templates: dict[str, tuple[Template, bytes]] = {}
@@ -83,39 +57,53 @@ class NamespaceBackend:
         self._next = 1
 
     @property
+    def abilities(self) -> frozenset[Ability]:
+        found = {Ability.PAUSE}
+        if has_swap():
+            found.add(Ability.COLD_PAUSE)
+        if layers_work():
+            found |= {Ability.SNAPSHOT, Ability.IMAGES}
+        return frozenset(found)
+
+    @property
     def cgroups(self) -> Cgroups | None:
         """The groups in use; None before the first box."""
         return self._cgroups
 
-    async def create(self, spec: SandboxSpec, *, timeout_s: float) -> NamespaceBox:
+    @property
+    def keeper(self) -> Keeper:
+        if self._keeper is None:
+            raise SandboxGone("the backend is closed", hint="create a new one")
+        return self._keeper
+
+    async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> NamespaceBox:
         keeper = await self._ready()
-        assert self._cgroups is not None
-        template, steps = self._template(spec.template)
+        template, steps = self._template(spec.template if root is None else "host" if root.host_base else "image")
+        root = Root() if root is None else root
         number = self._next
         self._next += 1
-        box = NamespaceBox(number, self)
-        ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-
-        def settle(problem: str | None) -> None:
-            if not ready.done():
-                ready.set_result(problem)
-
+        environment = {**template.environment, **root.environment, **spec.environment}
+        words = json.dumps({"environment": environment, "root": pack_root(root)}) if self._state_folder else ""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
-        channel = Channel({**template.environment, **spec.environment}, settle, lambda: self.bury(number))
         try:
-            message = self._message(number, spec, steps)
-            gone = keeper.create(number, message, theirs, settle)
+            message = self._message(number, spec, steps, root, words)
+            copy = os.dup(ours.fileno()) if self._state_folder else -1
         except BaseException:
             ours.close()
             theirs.close()
             raise
-        box.channel = channel
-        self._boxes[number] = box
-        gone.add_done_callback(lambda ended: self._on_gone(number, box, settle, ended.result()))
+        ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        settle = _settler(ready)
+        try:
+            gone = keeper.create(number, message, theirs, copy, settle)
+        except BaseException:
+            ours.close()
+            raise
+        box = self._enter(number, root, environment, settle, gone)
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
+                await self._connect(box, ours)
                 problem = await ready
         except TimeoutError as error:
             await box.kill()
@@ -128,26 +116,73 @@ class NamespaceBackend:
             raise SandboxError(f"no box: {problem}", hint="`tandem doctor` shows what this machine can do")
         return box
 
+    async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> NamespaceBox:
+        raise refuse(self.name, Ability.LIVE_SNAPSHOT, others=("gvisor",))
+
     async def adopt(self) -> dict[str, NamespaceBox]:
-        return {}
+        """Raises SandboxUnavailable: the earlier process still lives, or its boxes are of another version."""
+        if self._state_folder is None or self._keeper is not None:
+            return {}
+        async with self._starting:
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(None, keeper_at, self._state_folder)
+            if found is None:
+                return {}
+            control, pid, pids, left = found
+            self._keeper = Keeper(None, control, pid)
+            self._keeper.pids.update(pids)
+            self._cgroups = Cgroups.load(json.loads((self._state_folder / GROUPS).read_text()))
+        boxes: dict[str, NamespaceBox] = {}
+        for number, text, end in left:
+            words = json.loads(text)
+            gone = self._keeper.follow(number)
+            box = self._enter(number, unpack_root(words["root"]), words["environment"], lambda _: None, gone)
+            end.setblocking(False)
+            await self._connect(box, end)
+            box.find_still()
+            boxes[box.handle] = box
+            self._next = max(self._next, number + 1)
+        return boxes
 
     async def leave(self) -> None:
-        await self.close()
+        if self._state_folder is None:
+            await self.close()
+        elif self._keeper is not None:
+            self._keeper.leave()
+            self._keeper = self._cgroups = None
 
     async def close(self) -> None:
+        async with self._starting:
+            await self._end()
+
+    async def _end(self) -> None:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             await keeper.close()
+            if self._state_folder is not None:
+                (self._state_folder / SOCKET).unlink(missing_ok=True)
         if self._cgroups is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._cgroups.close)
             self._cgroups = None
 
+    def _enter(
+        self, number: int, root: Root, environment: dict[str, str], settle: Callable[[str | None], None],
+        gone: asyncio.Future[str],
+    ) -> NamespaceBox:
+        box = NamespaceBox(number, self, root=root, handle=str(number) if self._state_folder else "")
+        box.channel = Channel(environment, settle, lambda: self.bury(number))
+        self._boxes[number] = box
+        gone.add_done_callback(lambda ended: self._on_gone(number, box, settle, ended.result()))
+        return box
+
+    async def _connect(self, box: NamespaceBox, end: socket.socket) -> None:
+        channel = box.channel
+        assert channel is not None
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=end)
+
     def bury(self, number: int) -> None:
         if self._keeper is not None:
             self._keeper.kill(number)
-
-    def oom_kills(self, number: int) -> int:
-        return 0 if self._cgroups is None else self._cgroups.oom_kills(number)
 
     def python(self) -> str:
         """Where the host template's python3 comes from."""
@@ -159,24 +194,37 @@ class NamespaceBackend:
                 return self._keeper
             loop = asyncio.get_running_loop()
             if self._keeper is not None:
-                await self.close()
+                await self._end()
             image = await loop.run_in_executor(None, program, self._cache)
             await loop.run_in_executor(None, sweep)
-            cgroups: Cgroups = await loop.run_in_executor(None, Cgroups.open)
-            self._cgroups = cgroups
-            keeper = self._keeper = Keeper.start(image, [str(group.folder) for group in cgroups.groups])
+            listener = None if self._state_folder is None else listen(self._state_folder)
+            try:
+                keeper = Keeper.start(
+                    image, one_id=not may_map_ranges(), listener=-1 if listener is None else listener.fileno(),
+                    grace_s=self._grace_s,
+                )
+            finally:
+                if listener is not None:
+                    listener.close()
+            owner = os.getpid() if self._state_folder is None else keeper.pid
+            cgroups: Cgroups = await loop.run_in_executor(None, Cgroups.open, owner)
+            keeper.own([str(group.folder) for group in cgroups.groups])
+            if self._state_folder is not None:
+                (self._state_folder / GROUPS).write_text(json.dumps(cgroups.dump()))
+            self._cgroups, self._keeper = cgroups, keeper
             return keeper
 
     def _template(self, name: str) -> tuple[Template, bytes]:
         """A template and its steps as the program reads them."""
-        if name != "host":
+        makers = {"host": host_template, "image": image_template}
+        if name not in makers:
             raise SandboxUnavailable(f"the namespace backend has no template {name!r}", hint="known: host")
         if name not in self._templates:
-            template = host_template()
+            template = makers[name]()
             self._templates[name] = (template, pack_steps(template.steps))
         return self._templates[name]
 
-    def _message(self, number: int, spec: SandboxSpec, steps: bytes) -> bytes:
+    def _message(self, number: int, spec: SandboxSpec, steps: bytes, root: Root, words: str) -> bytes:
         assert self._cgroups is not None
         limits = spec.limits
         ranged = may_map_ranges()
@@ -194,15 +242,31 @@ class NamespaceBackend:
             watch_bytes=0 if has_memory else limits.memory_bytes,
             cgroups=self._cgroups.box_folders(number, limits),
             steps=steps,
+            layers=root.layers,
+            words=words,
         )
 
-    def _on_gone(self, number: int, box: NamespaceBox, settle: Callable[[str], None], how: str) -> None:
+    def _on_gone(self, number: int, box: NamespaceBox, settle: Callable[[str | None], None], how: str) -> None:
         self._boxes.pop(number, None)
         settle(how)
         if box.channel is not None:
             box.channel.end(how)
         with contextlib.suppress(asyncio.InvalidStateError):
             box.gone.set_result(how)
+
+
+def _settler(ready: asyncio.Future[str | None]) -> Callable[[str | None], None]:
+    def settle(problem: str | None) -> None:
+        if not ready.done():
+            ready.set_result(problem)
+
+    return settle
+
+
+def layers_work() -> bool:
+    """Whether this kernel makes roots of layers."""
+    version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    return version >= KERNEL
 
 
 def _inodes(limits: SandboxLimits) -> int:

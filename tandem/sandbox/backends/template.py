@@ -54,7 +54,12 @@ def host_template() -> Template:
         raise SandboxUnavailable("the host template needs /usr/bin, and this machine has none")
     python_steps, python_path, python = _python()
     steps = [Step("b", "usr", b"/usr"), *_system_links(), *_folders(), *_etc(), *python_steps]
-    steps += [Step("n", f"dev/{name}", f"/dev/{name}".encode()) for name in DEVICES if Path(f"/dev/{name}").exists()]
+    return Template("host", (*steps, *_machine()), _environment(python_path), python)
+
+
+def _machine() -> list[Step]:
+    """Devices and /proc."""
+    steps = [Step("n", f"dev/{name}", f"/dev/{name}".encode()) for name in DEVICES if Path(f"/dev/{name}").exists()]
     steps += [
         Step("l", "dev/fd", b"/proc/self/fd"),
         Step("l", "dev/stdin", b"/proc/self/fd/0"),
@@ -64,7 +69,11 @@ def host_template() -> Template:
     ]
     steps += [Step("m", f"proc/{name}") for name in HIDDEN if Path(f"/proc/{name}").exists()]
     steps += [Step("r", f"proc/{name}") for name in READ_ONLY if Path(f"/proc/{name}").exists()]
-    environment = {
+    return steps
+
+
+def _environment(python_path: list[str]) -> dict[str, str]:
+    return {
         "PATH": ":".join([*python_path, "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]),
         "HOME": HOME,
         "USER": "agent",
@@ -74,7 +83,19 @@ def host_template() -> Template:
         "TERM": "dumb",
         "TMPDIR": "/tmp",
     }
-    return Template("host", tuple(steps), environment, python)
+
+
+def image_template() -> Template:
+    """What a root that brings its own system lacks: devices, /proc, and below its own files a home and names."""
+    plain = ("home", "etc", "var", "run", "dev", "proc", "tmp", "root")
+    steps = [
+        *(Step("d", name) for name in plain if name != "tmp"),
+        *(Step("d", name, mode=0o1777) for name in ("tmp", "dev/shm")),
+        Step("h", HOME.lstrip("/"), mode=0o750),
+        *_names(),
+        *_machine(),
+    ]
+    return Template("image", tuple(steps), {**_environment([]), "LANG": "C.UTF-8"}, "its own")
 
 
 def _system_links() -> list[Step]:
@@ -97,7 +118,7 @@ def _folders() -> list[Step]:
     ]
 
 
-def _etc() -> list[Step]:
+def _names() -> list[Step]:
     texts = {
         "passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:{WORK_ID}:{WORK_ID}:agent:{HOME}:/bin/sh\n"
         "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
@@ -107,7 +128,11 @@ def _etc() -> list[Step]:
         "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
         "hostname": "box\n",
     }
-    steps = [Step("f", f"etc/{name}", text.encode(), 0o644) for name, text in texts.items()]
+    return [Step("f", f"etc/{name}", text.encode(), 0o644) for name, text in texts.items()]
+
+
+def _etc() -> list[Step]:
+    steps = _names()
     folders = {str(Path(name).parent) for name in ETC_BINDS if "/" in name}
     steps += [Step("d", f"etc/{folder}") for folder in sorted(folders)]
     names = [*ETC_BINDS, *(entry.name for entry in Path("/etc").glob("python3*"))]

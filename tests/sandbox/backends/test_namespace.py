@@ -15,7 +15,7 @@ import pytest
 
 from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable
-from tandem.sandbox.backend import Call
+from tandem.sandbox.backend import Call, Layer, Root
 from tandem.sandbox.backends.namespace import NamespaceBackend
 
 SPEC = SandboxSpec(limits=SandboxLimits(memory_bytes=128 * 2**20, disk_bytes=16 * 2**20))
@@ -166,9 +166,8 @@ def test_a_failing_step_is_named_and_leaves_nothing() -> None:
             await backend.create(dataclasses.replace(SPEC, template="moon"), timeout_s=20)
         with pytest.raises(SandboxError, match="set host name"):
             await backend.create(dataclasses.replace(SPEC, hostname="x" * 99), timeout_s=20)
-        with pytest.raises(SandboxError, match="No space"):
-            tiny = dataclasses.replace(SPEC.limits, disk_bytes=4096)
-            await backend.create(dataclasses.replace(SPEC, limits=tiny), timeout_s=20)
+        with pytest.raises(SandboxError, match="open layer /nowhere: No such file"):
+            await backend.create(SPEC, root=Root(layers=(Layer(path=Path("/nowhere")),)), timeout_s=20)
         assert not [path for path in groups(os.getpid()) if "box-" in path]
         await backend.close()
 

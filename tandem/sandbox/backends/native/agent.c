@@ -181,6 +181,24 @@ static void on_stdin(struct command *command, const uint8_t *data, size_t length
     feed(command);
 }
 
+/* The box was paused for so long: deadlines move, because they are in its running time. */
+static void slept(const uint8_t *data) {
+    struct cursor c = { data, data + 8, false };
+    int64_t length_us = (int64_t)get_u64(&c);
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].exited && commands[i].deadline_us != INT64_MAX) {
+            commands[i].deadline_us += length_us;
+            commands[i].started_us += length_us;
+        }
+}
+
+static bool receive(void) {
+    ssize_t length = recv(sock, in + in_length, sizeof in - in_length, MSG_DONTWAIT);
+    if (length == 0 || (length < 0 && errno != EAGAIN && errno != EINTR)) _exit(0);
+    if (length > 0) in_length += length;
+    return length > 0;
+}
+
 static void on_frames(uint32_t work_id, bool switch_user) {
     size_t at = 0;
     while (in_length - at >= 4) {
@@ -196,6 +214,7 @@ static void on_frames(uint32_t work_id, bool switch_user) {
         if (type == RUN) on_run(id, (struct cursor){ data, data + size, false }, work_id, switch_user);
         else if (type == STDIN) on_stdin(find(id), data, size);
         else if (type == KILL && find(id)) kill_command(find(id), KILLED);
+        else if (type == SLEPT && size == 8) slept(data);
         at += 4 + length;
     }
     memmove(in, in + at, in_length - at);
@@ -273,6 +292,12 @@ static void watch_memory(uint64_t limit) {
     kill(all[largest].pid, SIGKILL);
 }
 
+static bool deadline_passed(void) {
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].exited && commands[i].deadline_us <= now_us()) return true;
+    return false;
+}
+
 static int64_t next_deadline(void) {
     int64_t next = INT64_MAX, now = now_us();
     for (int i = 0; i < MAX_COMMANDS; i++) {
@@ -339,15 +364,15 @@ void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes
     put_u32(hello, PROTOCOL);
     emit(HELLO, 0, hello, sizeof hello);
     for (;;) {
+        /* A pause may have ended just now: what it says about deadlines is read before any is kept. */
+        if (deadline_passed() && receive()) on_frames(work_id, switch_user);
         flush();
         size_t count = gather(sources, owners);
         sources[0] = (struct pollfd){ sock, POLLIN | (out_length ? POLLOUT : 0), 0 };
         sources[1] = (struct pollfd){ signals, POLLIN, 0 };
         poll(sources, count, wait_ms(watch_bytes));
         if (sources[0].revents & (POLLIN | POLLHUP | POLLERR)) {
-            ssize_t length = recv(sock, in + in_length, sizeof in - in_length, MSG_DONTWAIT);
-            if (length == 0 || (length < 0 && errno != EAGAIN && errno != EINTR)) _exit(0);
-            if (length > 0) in_length += length;
+            receive();
             on_frames(work_id, switch_user);
         }
         for (size_t i = 2; i < count; i++) serve(&sources[i], owners[i]);

@@ -25,7 +25,7 @@ bool read_small(const char *path, char *buffer, size_t size);       /* NUL-termi
 
 /* ---- agent frames: u32 length of what follows, u8 type, u32 command id, payload */
 enum { FRAME_HEAD = 9, FRAME_MAX = 1 << 20 };
-enum { RUN = 1, STDIN = 2, KILL = 3 };                                              /* to the agent */
+enum { RUN = 1, STDIN = 2, KILL = 3, SLEPT = 15 };                                         /* to the agent */
 enum { HELLO = 16, FAIL = 17, STDOUT = 18, STDERR = 19, EXIT = 20, STDIN_ACK = 21 }; /* from it */
 enum { TIMED_OUT = 1, OUT_OF_MEMORY = 2, NOT_STARTED = 4, KILLED = 8 };             /* flags of EXIT */
 
@@ -36,10 +36,34 @@ struct box_spec {
     uint64_t disk_bytes, disk_inodes, num_processes, data_bytes, watch_bytes;
     struct cursor cgroups; /* u32 count of { str folder, u8 unified, u32 count of { str file, str value } } */
     struct cursor ops;     /* u32 count of { u8 op, str path, str argument, u32 mode } */
+    struct cursor layers;  /* u32 count of { u8 kind, str path, str device }, top first */
 };
 
+/* ---- root.c: roots as overlays, made by the keeper. ``layer_take`` opens a layer (f folder, e EROFS image), or keeps
+ * ``made_fd`` under a name. A layer's mount has plain ids. */
+enum { MAX_LAYERS = 256 };
+struct layer { struct layer *next; char *path, *device; int fd, references; };
+struct box_root {
+    int tmpfs; /* the box's quota: one upper and work folder a generation */
+    uint32_t generation;
+    int num_layers;
+    struct layer *layers[MAX_LAYERS];
+};
+struct layer *layer_take(const char *path, const char *device, int kind, int made_fd); /* or NULL and errno */
+struct layer *layer_find(const char *path);
+void layer_drop(struct layer *layer);
+int root_tmpfs(uint64_t bytes, uint64_t inodes);
+const char *root_take(struct box_root *root, struct cursor layers); /* NULL or what failed */
+int root_overlay(const struct box_root *root, const struct box_spec *spec, int userns, bool trusted, const char **error);
+int root_upper(const struct box_root *root); /* a detached mount of the upper as it is */
+void root_drop(struct box_root *root);
+
+/* ---- push.c: a running box's upper becomes a layer, and a new one takes its place */
+const char *push_refusal(pid_t agent); /* why the box's open files forbid it, or NULL */
+const char *push_mount(pid_t agent, int overlay, struct cursor ops);
+
 /* ---- keeper.c, setup.c, filter.c, agent.c, files.c */
-int keeper_main(int control_fd, pid_t supervisor, char **folders);
+int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s);
 void box_main(const struct box_spec *spec, int agent_fd, int go_fd) __attribute__((noreturn));
 const char *filter_install(void); /* NULL or the failed step */
 void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) __attribute__((noreturn));

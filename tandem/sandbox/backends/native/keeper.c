@@ -2,19 +2,29 @@
  * supervisor (a pidfd tells it, however the supervisor went), and its boxes die with it: it removes their
  * cgroups on the way out, so that even a SIGKILLed supervisor leaves nothing.
  *
- * Control socket (SOCK_SEQPACKET). To the keeper: 'C' create + agent socket, 'K' u32 box. From it: 'P' u32 box,
- * u32 pid; 'E' u32 box, text (no box was made); 'G' u32 box, u32 wait status (gone, cgroups removed). */
+ * With a listening socket it instead keeps all boxes for a grace time and gives them to the next supervisor.
+ *
+ * Control socket (SOCK_SEQPACKET). To the keeper: 'C' create + agent socket + supervisor's end of it, 'K' u32 box,
+ * 'S' u32 box (at rest: make its upper a layer), 'H' u32 box, str (make this folder one), 'R' str (a layer is held by
+ * one less), '+' str (by one more), 'O' str (a cgroup folder of
+ * the supervisor), 'X' (end, whoever listens). From it: 'P' u32 box, u32 pid; 'E' u32 box, text (no box was made);
+ * 'S' u32 box, 'y' and the layer's path, or 'n' (nothing happened) and why, or 'c' (copy it), tmpfs, upper and why; 'G' u32 box, u32 wait status (gone,
+ * cgroups removed); to a later supervisor 'V' u32 protocol, u32 keeper's pid, 'A' u32 box, u32 pid, what the create message said for
+ * it, and the socket, for each box; 'D' u32 0. */
 #include "box.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/mount.h>
 #include <linux/sched.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
@@ -25,18 +35,27 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_CGROUPS = 8, MESSAGE_MAX = 256 * 1024 };
+enum { MAX_CGROUPS = 8, MAX_FOLDERS = 16, MESSAGE_MAX = 256 * 1024 };
 struct box {
     struct box *next;
     uint32_t id;
     pid_t pid; /* 0: buried, cgroups still to remove */
     int status, tries, num_cgroups;
     char *cgroups[MAX_CGROUPS];
+    struct box_root root;
+    int socket;       /* the supervisor's end, kept for the next one */
+    char *error;      /* never made: why */
+    uint8_t *message; /* what made it */
+    size_t length;
 };
 
 static struct box *boxes;
 static int control;
 static uint8_t message[MESSAGE_MAX];
+static char *folders[MAX_FOLDERS];
+static int num_folders;
+static bool nested; /* not root here: in a user namespace of our own */
+static bool trusted;
 
 static void tell(char kind, uint32_t id, const void *data, size_t length) {
     uint8_t out[1024];
@@ -61,6 +80,10 @@ static void forget(struct box *box) {
             break;
         }
     for (int i = 0; i < box->num_cgroups; i++) free(box->cgroups[i]);
+    root_drop(&box->root);
+    if (box->socket >= 0) close(box->socket);
+    free(box->error);
+    free(box->message);
     free(box);
 }
 
@@ -147,12 +170,15 @@ static bool read_spec(struct cursor c, struct box_spec *spec) {
     spec->cgroups = (struct cursor){ (const uint8_t *)part, (const uint8_t *)part + length, false };
     part = get_str(&c, &length);
     spec->ops = (struct cursor){ (const uint8_t *)part, (const uint8_t *)part + length, false };
+    part = get_str(&c, &length);
+    spec->layers = (struct cursor){ (const uint8_t *)part, (const uint8_t *)part + length, false };
+    get_str(&c, NULL); /* the supervisor's own words for the next one */
     return !c.bad;
 }
 
 static pid_t start(const struct box_spec *spec, int agent_fd, int unified_fd, int *go_fd) {
     int go[2];
-    if (pipe2(go, O_CLOEXEC)) return -1;
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, go)) return -1;
     struct clone_args arguments = {
         .flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS,
         .exit_signal = SIGCHLD,
@@ -172,6 +198,31 @@ static pid_t start(const struct box_spec *spec, int agent_fd, int unified_fd, in
     else *go_fd = go[1];
     errno = error;
     return pid;
+}
+
+static int user_namespace(const struct box_spec *spec, pid_t pid) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/ns/user", pid);
+    return spec->id_count > 1 ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+}
+
+static const char *hand_root(const struct box_spec *spec, struct box *box, int go_fd) {
+    box->root.tmpfs = root_tmpfs(spec->disk_bytes, spec->disk_inodes);
+    if (box->root.tmpfs < 0) return "mount tmpfs";
+    const char *error = root_take(&box->root, spec->layers);
+    if (error) return error;
+    int userns = user_namespace(spec, box->pid);
+    int overlay = root_overlay(&box->root, spec, userns, trusted, &error);
+    if (userns >= 0) close(userns);
+    if (overlay < 0) return error;
+    union { struct cmsghdr head; char space[CMSG_SPACE(sizeof(int))]; } extra = { .space = { 0 } };
+    struct iovec part = { "g", 1 };
+    struct msghdr head = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra };
+    extra.head = (struct cmsghdr){ .cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS };
+    memcpy(CMSG_DATA(&extra.head), &overlay, sizeof overlay);
+    if (sendmsg(go_fd, &head, MSG_NOSIGNAL) != 1) error = "wake the box";
+    close(overlay);
+    return error;
 }
 
 static const char *create(const struct box_spec *spec, struct box *box, int agent_fd) {
@@ -194,33 +245,103 @@ static const char *create(const struct box_spec *spec, struct box *box, int agen
         write_file(path, "-1000", 5);
         setpriority(PRIO_PROCESS, box->pid, -5);
     }
-    if (!error && write(go_fd, "g", 1) != 1) error = "wake the box";
+    if (!error) error = hand_root(spec, box, go_fd);
     if (go_fd >= 0) close(go_fd);
     if (error && box->pid > 0) {
         kill(box->pid, SIGKILL);
         waitpid(box->pid, NULL, 0);
+        box->pid = 0;
     }
     return error;
 }
 
-static void on_create(struct cursor c, int agent_fd) {
-    struct box_spec spec;
-    bool good = read_spec(c, &spec);
+static void on_create(const uint8_t *data, size_t length, int agent_fd, int socket) {
+    struct box_spec spec = { 0 };
+    bool good = read_spec((struct cursor){ data + 1, data + length, false }, &spec);
     struct box *box = calloc(1, sizeof *box);
+    if (box) box->socket = socket, box->root.tmpfs = -1;
     const char *error = !good || agent_fd < 0 || !box ? "broken create message" : create(&spec, box, agent_fd);
     if (agent_fd >= 0) close(agent_fd);
-    if (error) {
+    if (box) box->message = malloc(length);
+    if (!error && !box->message) error = "no memory";
+    if (!box) {
         tell('E', spec.id, error, strlen(error));
-        for (int tries = 0; box && !remove_cgroups(box) && tries < 20; tries++) usleep(1000);
-        free(box);
         return;
     }
     box->id = spec.id;
     box->next = boxes;
     boxes = box;
+    if (error) { /* told when its cgroups are gone, too */
+        box->pid = 0;
+        box->error = strdup(error);
+        return;
+    }
+    memcpy(box->message, data, box->length = length);
     uint8_t pid[4];
     put_u32(pid, box->pid);
     tell('P', box->id, pid, 4);
+}
+
+static struct box *living(uint32_t id) {
+    for (struct box *box = boxes; box; box = box->next)
+        if (box->id == id && box->pid) return box;
+    return NULL;
+}
+
+/* ---- snapshots */
+static const char *push(struct box *box, const struct box_spec *spec, char *path, size_t size) {
+    if (box->root.num_layers == MAX_LAYERS) return "it has too many layers";
+    const char *error = NULL;
+    int upper = root_upper(&box->root);
+    if (upper < 0) return "its upper cannot be opened";
+    snprintf(path, size, "/proc/%d/fd/%d", getpid(), upper);
+    struct layer *layer = layer_take(path, "", 'f', upper); /* this one is the snapshot's */
+    if (!layer) return "no memory";
+    struct box_root next = box->root;
+    next.generation++;
+    memmove(next.layers + 1, next.layers, next.num_layers++ * sizeof *next.layers);
+    next.layers[0] = layer;
+    int userns = user_namespace(spec, box->pid);
+    int overlay = root_overlay(&next, spec, userns, trusted, &error);
+    if (userns >= 0) close(userns);
+    if (overlay >= 0) {
+        error = push_mount(box->pid, overlay, spec->ops);
+        close(overlay);
+        if (error) kill(box->pid, SIGKILL); /* half moved: nobody may see it */
+    }
+    box->root.generation = next.generation; /* also of a failed try: its folders exist */
+    if (error) {
+        layer_drop(layer);
+        return error;
+    }
+    layer->references++;
+    box->root = next;
+    return NULL;
+}
+
+static void on_snapshot(uint32_t id) {
+    char answer[512] = "y";
+    struct box *box = living(id);
+    struct box_spec spec = { 0 };
+    const char *error = "it is gone", *busy = box ? push_refusal(box->pid) : NULL;
+    if (busy) {
+        int length = snprintf(answer, sizeof answer, "c/proc/%d/fd/%d%cupper%u%c%s", getpid(), box->root.tmpfs, 0,
+                              box->root.generation, 0, busy);
+        tell('S', id, answer, length);
+        return;
+    }
+    if (box && read_spec((struct cursor){ box->message + 1, box->message + box->length, false }, &spec))
+        error = push(box, &spec, answer + 1, sizeof answer - 1);
+    if (error) snprintf(answer, sizeof answer, "n%s", error);
+    tell('S', id, answer, strlen(answer));
+}
+
+static void on_hold(uint32_t id, const char *folder) {
+    char answer[512];
+    int fd = syscall(__NR_open_tree, AT_FDCWD, folder, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+    snprintf(answer, sizeof answer, "y/proc/%d/fd/%d", getpid(), fd);
+    if (fd < 0 || !layer_take(answer + 1, "", 'f', fd)) snprintf(answer, sizeof answer, "nhold: %s", strerror(errno));
+    tell('S', id, answer, strlen(answer));
 }
 
 /* ---- burying */
@@ -246,34 +367,99 @@ static bool bury(void) {
             waiting = true;
             continue;
         }
+        root_drop(&box->root);
         uint8_t status[4];
         put_u32(status, box->status);
-        tell('G', box->id, status, 4);
+        if (box->error) tell('E', box->id, box->error, strlen(box->error));
+        else tell('G', box->id, status, 4);
         forget(box);
     }
     return waiting;
 }
 
-static bool on_control(void) {
-    union { struct cmsghdr head; char space[CMSG_SPACE(sizeof(int))]; } extra;
+/* 0: go on, 1: the supervisor is gone, 2: end. */
+static int on_control(void) {
+    union { struct cmsghdr head; char space[CMSG_SPACE(2 * sizeof(int))]; } extra;
     struct iovec part = { message, sizeof message };
     struct msghdr head = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra };
     ssize_t length = recvmsg(control, &head, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    if (length < 0) return errno == EAGAIN || errno == EINTR;
-    if (length == 0) return false;
-    int fd = -1;
+    if (length < 0) return errno != EAGAIN && errno != EINTR;
+    if (length == 0) return 1;
+    int fds[2] = { -1, -1 };
     struct cmsghdr *rights = CMSG_FIRSTHDR(&head);
-    if (rights && rights->cmsg_type == SCM_RIGHTS) memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+    if (rights && rights->cmsg_type == SCM_RIGHTS) memcpy(fds, CMSG_DATA(rights), rights->cmsg_len - CMSG_LEN(0));
     struct cursor c = { message, message + length, false };
     uint8_t kind = get_u8(&c);
-    if (kind == 'C') {
-        on_create(c, fd);
-    } else if (kind == 'K') {
+    struct box *box;
+    struct layer *layer;
+    switch (kind) {
+    case 'C': on_create(message, length, fds[0], fds[1]); break;
+    case 'K':
+        if ((box = living(get_u32(&c)))) kill(box->pid, SIGKILL);
+        break;
+    case 'S': on_snapshot(get_u32(&c)); break;
+    case 'H': {
         uint32_t id = get_u32(&c);
-        for (struct box *box = boxes; box; box = box->next)
-            if (box->id == id && box->pid) kill(box->pid, SIGKILL);
+        on_hold(id, get_str(&c, NULL));
+        break;
     }
-    return true;
+    case '+':
+        if ((layer = layer_find(get_str(&c, NULL)))) layer->references++;
+        break;
+    case 'R':
+        if ((layer = layer_find(get_str(&c, NULL)))) layer_drop(layer);
+        break;
+    case 'O':
+        if (num_folders < MAX_FOLDERS) folders[num_folders++] = strdup(get_str(&c, NULL));
+        break;
+    case 'X': return 2;
+    }
+    return 0;
+}
+
+/* ---- the next supervisor */
+static int take_over(int listener, int *owner) {
+    int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+    struct ucred peer;
+    socklen_t size = sizeof peer;
+    if (fd < 0) return -1;
+    int held = getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) ? -1 : (int)syscall(__NR_pidfd_open, peer.pid, 0);
+    if (*owner >= 0 || held < 0 || (peer.uid != geteuid() && peer.uid != 0)) { /* one supervisor at a time */
+        if (held >= 0) close(held);
+        close(fd);
+        return -1;
+    }
+    *owner = held;
+    return fd;
+}
+
+static void tell_all(void) {
+    static uint8_t out[MESSAGE_MAX + 16];
+    uint8_t own[4];
+    put_u32(own, getpid());
+    tell('V', PROTOCOL, own, 4);
+    for (struct box *box = boxes; box; box = box->next) {
+        if (!box->pid || box->socket < 0) continue;
+        struct cursor c = { box->message + 1, box->message + box->length, false };
+        struct box_spec spec;
+        read_spec(c, &spec);
+        uint32_t length;
+        struct cursor tail = { spec.layers.end + 1, box->message + box->length, false };
+        const char *words = get_str(&tail, &length);
+        out[0] = 'A';
+        put_u32(out + 1, box->id);
+        put_u32(out + 5, box->pid);
+        memcpy(out + 9, words, length);
+        union { struct cmsghdr head; char space[CMSG_SPACE(sizeof(int))]; } extra = { .space = { 0 } };
+        struct iovec part = { out, 9 + length };
+        struct msghdr head = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &extra,
+                               .msg_controllen = sizeof extra };
+        extra.head = (struct cmsghdr){ .cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET,
+                                       .cmsg_type = SCM_RIGHTS };
+        memcpy(CMSG_DATA(&extra.head), &box->socket, sizeof(int));
+        if (sendmsg(control, &head, MSG_NOSIGNAL) < 0) return;
+    }
+    tell('D', 0, NULL, 0);
 }
 
 static void end_all(void) {
@@ -287,11 +473,37 @@ static void end_all(void) {
     while (bury()) usleep(1000);
 }
 
-/* The supervisor's own cgroup folders, which hold its boxes', go last. */
-int keeper_main(int control_fd, pid_t supervisor, char **folders) {
+/* Not root of the machine: mounts are ours to make in a user namespace of our own, with our one id. */
+static bool enter_namespaces(void) {
+    char line[64];
+    int uid = geteuid(), gid = getegid();
+    if (unshare(CLONE_NEWNS | (nested ? CLONE_NEWUSER : 0))) return false;
+    if (nested) {
+        write_file("/proc/self/setgroups", "deny", 4);
+        int length = snprintf(line, sizeof line, "%d %d 1", gid, gid);
+        if (!write_file("/proc/self/gid_map", line, length)) return false;
+        length = snprintf(line, sizeof line, "%d %d 1", uid, uid);
+        if (!write_file("/proc/self/uid_map", line, length)) return false;
+    }
+    return !mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL);
+}
+
+/* The supervisor's own cgroup folders, which hold its boxes', go last. ``listener`` -1: boxes die with it. */
+int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s) {
     control = control_fd;
+    nested = one_id;
+    char all[64] = "";
+    unsigned first = 1, mapped = 1, count = 0;
+    trusted = !nested && read_small("/proc/self/uid_map", all, sizeof all) &&
+              sscanf(all, "%u %u %u", &first, &mapped, &count) == 3 && !first && !mapped && count == ~0u;
     int owner = syscall(__NR_pidfd_open, supervisor, 0);
     if (owner < 0 || getppid() != supervisor) return 1;
+    struct rlimit files;
+    if (!getrlimit(RLIMIT_NOFILE, &files)) {
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
+    fcntl(control, F_SETFD, FD_CLOEXEC);
     sigset_t mask;
     sigfillset(&mask);
     sigprocmask(SIG_SETMASK, &mask, NULL);
@@ -299,18 +511,37 @@ int keeper_main(int control_fd, pid_t supervisor, char **folders) {
     sigaddset(&mask, SIGCHLD);
     int signals = signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK);
     prctl(PR_SET_NAME, "tandem-keeper");
-    struct pollfd sources[3] = { { control, POLLIN, 0 }, { signals, POLLIN, 0 }, { owner, POLLIN, 0 } };
+    if (!enter_namespaces()) return 3;
     bool waiting = false;
+    int64_t end_us = INT64_MAX; /* of the grace */
     for (;;) {
-        if (poll(sources, 3, waiting ? 2 : -1) < 0 && errno != EINTR) break;
+        struct pollfd sources[4] = { { control, POLLIN, 0 }, { signals, POLLIN, 0 }, { owner, POLLIN, 0 },
+                                     { listener, POLLIN, 0 } };
+        int wait = waiting ? 2 : end_us == INT64_MAX ? -1 : 200;
+        if (poll(sources, 4, wait) < 0 && errno != EINTR) break;
         struct signalfd_siginfo info;
         while (read(signals, &info, sizeof info) > 0) { }
         reap();
+        int verdict = owner >= 0 && sources[0].revents ? on_control() : 0;
         waiting = bury();
-        if (sources[2].revents) break;
-        if (sources[0].revents && !on_control()) break;
+        if (verdict == 2 || now_us() > end_us) break;
+        if (owner >= 0 && (verdict == 1 || sources[2].revents)) {
+            if (listener < 0) break;
+            close(control);
+            close(owner);
+            control = owner = -1;
+            end_us = now_us() + grace_s * 1000000ll;
+        }
+        if (listener >= 0 && sources[3].revents) {
+            int fd = take_over(listener, &owner);
+            if (fd >= 0) {
+                control = fd;
+                end_us = INT64_MAX;
+                tell_all();
+            }
+        }
     }
     end_all();
-    for (; *folders; folders++) rmdir(*folders);
+    while (num_folders) rmdir(folders[--num_folders]);
     return 0;
 }

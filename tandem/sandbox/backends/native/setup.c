@@ -84,35 +84,15 @@ static void attach(const struct op *op) {
     close(op->tree);
 }
 
-/* Paths are relative to the new root, which is the working directory. */
-static void apply(const struct op *op, uint32_t work_id, bool switch_user) {
+/* Paths are relative to the new root, which is the working directory. The keeper made folders, files and mount
+ * points. */
+static void apply(const struct op *op) {
     struct stat info;
-    int fd;
     switch (op->kind) {
-    case 'd': /* folder */
-    case 'h': /* folder of the box's user */
-        check(!mkdir(op->path, op->mode) || errno == EEXIST, "make", op->path);
-        check(!chmod(op->path, op->mode), "make", op->path);
-        if (op->kind == 'h' && switch_user) check(!chown(op->path, work_id, work_id), "own", op->path);
-        break;
-    case 'f':
-        fd = open(op->path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, op->mode);
-        check(fd >= 0 && write(fd, op->argument, op->length) == (ssize_t)op->length, "write", op->path);
-        close(fd);
-        break;
-    case 'l':
-        check(!symlink(op->argument, op->path), "link", op->path);
+    case 'd': case 'h': case 'f': case 'l':
         break;
     case 'b': /* host tree or file, read-only */
     case 'n': /* device node */
-        if (fstatat(op->tree, "", &info, AT_EMPTY_PATH)) fail("look at", op->argument);
-        if (S_ISDIR(info.st_mode)) {
-            check(!mkdir(op->path, 0755) || errno == EEXIST, "make", op->path);
-        } else {
-            fd = open(op->path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
-            check(fd >= 0, "make", op->path);
-            close(fd);
-        }
         attach(op);
         break;
     case 'p':
@@ -134,21 +114,30 @@ static void apply(const struct op *op, uint32_t work_id, bool switch_user) {
     }
 }
 
-static void make_root(const struct box_spec *spec, bool switch_user) {
-    char options[128];
+static void make_root(const struct box_spec *spec, int overlay) {
     size_t count = read_ops(spec->ops);
     check(!mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL), "make private", "/");
     open_trees(count);
-    snprintf(options, sizeof options, "mode=755,size=%llu,nr_inodes=%llu", (unsigned long long)spec->disk_bytes,
-             (unsigned long long)spec->disk_inodes);
-    check(!mount("box", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options), "mount", "tmpfs");
-    check(!chdir("/tmp"), "enter", "tmpfs");
-    umask(0);
-    for (size_t i = 0; i < count; i++) apply(&ops[i], spec->work_id, switch_user);
-    umask(022);
+    check(!syscall(__NR_move_mount, overlay, "", AT_FDCWD, "/tmp", MOVE_MOUNT_F_EMPTY_PATH), "mount", "root");
+    check(!fchdir(overlay), "enter", "root");
+    for (size_t i = 0; i < count; i++) apply(&ops[i]);
     check(!syscall(__NR_pivot_root, ".", "."), "pivot_root", "");
     check(!umount2(".", MNT_DETACH), "leave", "the host's root");
     check(!chdir("/"), "enter", "/");
+}
+
+/* The keeper's word, with the root's mount. */
+static int await_root(int go_fd) {
+    union { struct cmsghdr head; char space[CMSG_SPACE(sizeof(int))]; } extra;
+    char go;
+    struct iovec part = { &go, 1 };
+    struct msghdr head = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra };
+    int fd = -1;
+    if (recvmsg(go_fd, &head, MSG_CMSG_CLOEXEC) != 1) _exit(1); /* the keeper died or gave up */
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&head);
+    if (!rights || rights->cmsg_type != SCM_RIGHTS) _exit(1);
+    memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+    return fd;
 }
 
 static void raise_loopback(void) {
@@ -193,16 +182,15 @@ static void drop_powers(bool switch_user) {
 }
 
 void box_main(const struct box_spec *spec, int agent_fd, int go_fd) {
-    char go;
     bool switch_user = spec->id_count > 1;
     report_fd = agent_fd;
-    if (read(go_fd, &go, 1) != 1) _exit(1); /* the keeper died or gave up */
+    int overlay = await_root(go_fd);
     if (switch_user) check(!setgroups(0, NULL), "drop", "groups");
     uint32_t own = switch_user ? 0 : spec->work_id;
     check(!syscall(__NR_setresgid, own, own, own) && !syscall(__NR_setresuid, own, own, own), "become", "box user");
     check(!prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "tie to", "keeper");
     check(!unshare(CLONE_NEWCGROUP), "unshare", "cgroup namespace");
-    make_root(spec, switch_user);
+    make_root(spec, overlay);
     check(!sethostname(spec->hostname, strlen(spec->hostname)), "set", "host name");
     raise_loopback();
     set_limits(spec);

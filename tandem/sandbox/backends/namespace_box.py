@@ -1,0 +1,169 @@
+"""One live box of the namespace backend: calls, standing still, snapshots, its end.
+
+Owns: the order of a box's moves (one at a time; a kill waits for none), and which layers its root is made of.
+Refuses: to take a snapshot of files that could still change below it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from tandem.core.boxes import SandboxSpec
+from tandem.core.errors import SandboxGone, SandboxTimeout, SnapshotError
+from tandem.sandbox.backend import Ability, Call, Layer, Outcome, Root, refuse
+from tandem.sandbox.backends.cgroups import Cgroups
+from tandem.sandbox.backends.channel import Channel
+from tandem.sandbox.backends.freezer import Freezer
+from tandem.sandbox.backends.frozen import NamespaceFrozen, copy_layer
+from tandem.sandbox.backends.keeper import BusyFiles, Keeper
+
+KILL_TIMEOUT_S = 15.0
+
+
+class Surroundings(Protocol):
+    """What a box needs of its backend."""
+
+    @property
+    def keeper(self) -> Keeper: ...
+
+    @property
+    def cgroups(self) -> Cgroups | None: ...
+
+
+class NamespaceBox:
+    """``handle`` '' : the box dies with this process."""
+
+    def __init__(self, number: int, around: Surroundings, *, root: Root, handle: str = "") -> None:
+        self._number = number
+        self._around = around
+        self._root = root
+        self._moving = asyncio.Lock()
+        self._freezer: Freezer | None = None
+        self._copies = 0
+        self.paused = False
+        self.handle = handle
+        self.channel: Channel | None = None
+        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def call(self, call: Call) -> Outcome:
+        if self.channel is None or self.gone.done():
+            raise SandboxGone("it is gone", hint="create a new one")
+        oom_before = self._oom_kills()
+        try:
+            outcome = await self.channel.call(call)
+        except SandboxTimeout:
+            self._around.keeper.kill(self._number)
+            raise
+        if outcome.oom_killed or self._oom_kills() == oom_before:
+            return outcome
+        return replace(outcome, oom_killed=True)
+
+    async def pause(self, *, cold: bool = False) -> None:
+        """Raises SandboxGone, SandboxError (it does not stand still), SandboxUnavailable (``cold`` without swap)."""
+        async with self._moving:
+            freezer = self._freezer_now()
+            if not self.paused:
+                await freezer.freeze()
+                self._stand()
+            if cold:
+                await freezer.page_out()
+
+    async def resume(self) -> None:
+        async with self._moving:
+            self._freezer_now()
+            self._go()
+
+    async def snapshot(self, *, live: bool = False) -> NamespaceFrozen:
+        """The upper becomes a layer in a few milliseconds; where a process holds files of it, it is copied.
+
+        Raises:
+            SandboxUnavailable: ``live``.
+            SnapshotError: no room for the copy, no layers on this kernel.
+        """
+        if live:
+            raise refuse("namespace", Ability.LIVE_SNAPSHOT, others=("gvisor",))
+        async with self._moving:
+            freezer, was_paused = self._freezer_now(), self.paused
+            if not was_paused:
+                await freezer.freeze()
+            try:
+                return await self._freeze_files()
+            finally:
+                if not was_paused:
+                    freezer.thaw()
+
+    async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[NamespaceBox | Exception]:
+        raise refuse("namespace", Ability.LIVE_FORK)
+
+    async def kill(self) -> None:
+        if self.gone.done():
+            return
+        self._around.keeper.kill(self._number)
+        if self.paused and self._freezer is not None and self._freezer.holds_the_dead:
+            self._freezer.thaw()
+        try:
+            await asyncio.wait_for(asyncio.shield(self.gone), KILL_TIMEOUT_S)
+        except TimeoutError as error:
+            raise SandboxTimeout(f"it is not gone {KILL_TIMEOUT_S:g} s after its kill") from error
+
+    def find_still(self) -> None:
+        """Of an adopted box: it stands if it was left so."""
+        if self._freezer_now().frozen():
+            self._stand()
+
+    def _stand(self) -> None:
+        self.paused = True
+        if self.channel is not None:
+            self.channel.pause()
+
+    def _go(self) -> None:
+        if self.paused:
+            if self.channel is not None:
+                self.channel.resume()
+            self.paused = False
+        self._freezer_now().thaw()
+
+    def _freezer_now(self) -> Freezer:
+        agent = self._around.keeper.pids.get(self._number)
+        if self.gone.done() or agent is None:
+            raise SandboxGone("it is gone", hint="create a new one")
+        if self._freezer is None:
+            cgroups = self._around.cgroups
+            self._freezer = Freezer([] if cgroups is None else cgroups.folders_of(self._number), agent)
+        return self._freezer
+
+    async def _freeze_files(self) -> NamespaceFrozen:
+        keeper, held = self._around.keeper, self._held()
+        try:
+            path = await keeper.push(self._number)
+        except BusyFiles as busy:
+            self._copies += 1
+            target = Path(busy.tmpfs) / f"copy{self._copies}"
+            try:
+                await asyncio.to_thread(copy_layer, Path(busy.tmpfs) / busy.upper, target)
+            except OSError as error:
+                raise SnapshotError(
+                    f"its files could not be copied ({busy.reason}): {error}",
+                    hint="end its commands, or give it more disk",
+                ) from error
+            path = await keeper.hold(self._number, str(target))
+            root = replace(self._root, layers=(Layer(path=Path(path)), *self._root.layers))
+        else:
+            root = self._root = replace(self._root, layers=(Layer(path=Path(path)), *self._root.layers))
+        for each in held:
+            keeper.share(str(each))
+        return NamespaceFrozen(root, (Path(path), *held), keeper.release)
+
+    def _held(self) -> tuple[Path, ...]:
+        """Layers in memory that its root stands on already."""
+        mark = f"/proc/{self._around.keeper.pid}/fd/"
+        return tuple(layer.path for layer in self._root.layers if str(layer.path).startswith(mark))
+
+    def _oom_kills(self) -> int:
+        cgroups = self._around.cgroups
+        return 0 if cgroups is None else cgroups.oom_kills(self._number)
+

@@ -1,0 +1,108 @@
+/* Keeper side: the O(1) snapshot. A box at rest gets a new, empty upper over its old one, which nothing can write
+ * any more: a new overlay is put in place of the old root, with everything that was mounted on it. Processes keep
+ * their working folders only where these are the root itself or lie on other mounts; push_refusal looks. */
+#include "box.h"
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/mount.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static char text[512];
+
+static bool same_namespace(const char *pid, ino_t space) {
+    char path[64];
+    struct stat info;
+    snprintf(path, sizeof path, "/proc/%.16s/ns/mnt", pid);
+    return !stat(path, &info) && info.st_ino == space;
+}
+
+/* What of a process lies on the old root: its working folder (unless it is the root), files open for writing,
+ * folders. What it reads stays as it was. */
+static const char *look(const char *pid, dev_t device, ino_t root) {
+    char path[400];
+    struct stat info;
+    snprintf(path, sizeof path, "/proc/%.16s/cwd", pid);
+    if (!stat(path, &info) && info.st_dev == device && info.st_ino != root) return "the working folder of a process";
+    snprintf(path, sizeof path, "/proc/%.16s/fd", pid);
+    DIR *folder = opendir(path);
+    const char *found = NULL;
+    struct dirent *entry;
+    while (folder && !found && (entry = readdir(folder))) {
+        if (!isdigit((unsigned char)entry->d_name[0])) continue;
+        snprintf(path, sizeof path, "/proc/%.16s/fd/%.16s", pid, entry->d_name);
+        if (stat(path, &info) || info.st_dev != device) continue;
+        struct stat link;
+        if (S_ISDIR(info.st_mode)) found = "a folder that a process holds open";
+        else if (!lstat(path, &link) && link.st_mode & S_IWUSR) found = "a file that a process writes";
+    }
+    if (folder) closedir(folder);
+    return found;
+}
+
+const char *push_refusal(pid_t agent) {
+    char path[64];
+    struct stat info, root;
+    snprintf(path, sizeof path, "/proc/%d/ns/mnt", agent);
+    if (stat(path, &info)) return "the box is gone";
+    snprintf(path, sizeof path, "/proc/%d/root/", agent);
+    if (stat(path, &root)) return "the box is gone";
+    DIR *folder = opendir("/proc");
+    const char *found = NULL;
+    struct dirent *entry;
+    while (folder && !found && (entry = readdir(folder)))
+        if (isdigit((unsigned char)entry->d_name[0]) && same_namespace(entry->d_name, info.st_ino))
+            found = look(entry->d_name, root.st_dev, root.st_ino);
+    if (folder) closedir(folder);
+    return found;
+}
+
+static int steps(int space, int overlay, struct cursor c) {
+    if (setns(space, CLONE_NEWNS)) return 1;
+    if (syscall(__NR_move_mount, overlay, "", AT_FDCWD, "/", MOVE_MOUNT_F_EMPTY_PATH)) return 2;
+    for (uint32_t count = get_u32(&c); count && !c.bad; count--) {
+        uint8_t kind = get_u8(&c);
+        const char *path = get_str(&c, NULL);
+        get_str(&c, NULL);
+        get_u32(&c);
+        char old[4096];
+        if (kind != 'b' && kind != 'n' && kind != 'p') continue;
+        snprintf(old, sizeof old, "/%s", path);
+        if (syscall(__NR_move_mount, AT_FDCWD, old, overlay, path, 0)) return 3;
+    }
+    if (fchdir(overlay)) return 4;
+    if (syscall(__NR_pivot_root, ".", ".")) return 5;
+    return umount2(".", MNT_DETACH) ? 6 : 0;
+}
+
+const char *push_mount(pid_t agent, int overlay, struct cursor ops) {
+    static const char *const names[] = { "", "enter its mounts", "mount the root", "move a mount", "enter the root",
+                                         "pivot_root", "leave the old root" };
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/ns/mnt", agent);
+    int space = open(path, O_RDONLY | O_CLOEXEC), told[2];
+    if (space < 0 || pipe2(told, O_CLOEXEC)) return "the box is gone";
+    pid_t pid = fork();
+    if (pid == 0) {
+        int step = steps(space, overlay, ops), answer[2] = { step, errno };
+        _exit(write(told[1], answer, sizeof answer) == sizeof answer && !step ? 0 : 1);
+    }
+    close(told[1]);
+    close(space);
+    int answer[2] = { 1, EPROTO };
+    bool heard = pid > 0 && read(told[0], answer, sizeof answer) == sizeof answer;
+    close(told[0]);
+    if (pid > 0) waitpid(pid, NULL, 0);
+    if (heard && !answer[0]) return NULL;
+    snprintf(text, sizeof text, "%s: %s", heard ? names[answer[0]] : "a helper process", strerror(answer[1]));
+    return text;
+}

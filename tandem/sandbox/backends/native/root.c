@@ -1,0 +1,287 @@
+/* Keeper side: what a box's root is made of. An overlay: the box's own upper on its quota tmpfs, immutable layers,
+ * and at the bottom a base of folders, small files and mount points that the template names. Everything is made as
+ * detached mounts; a box sees only the finished overlay. Layers keep plain ids (0 to 65535) and are seen by each box
+ * through its own id map, so that they can be shared. */
+#include "box.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <linux/mount.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/fsuid.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { CONFIG_FLAG = 0, CONFIG_STRING = 1, CONFIG_CREATE = 6 };
+
+static char problem[512];
+
+static const char *say(const char *step, const char *what) {
+    snprintf(problem, sizeof problem, "%s %.400s: %s", step, what, strerror(errno));
+    return problem;
+}
+
+static bool set(int context, const char *key, const char *value) {
+    return !syscall(__NR_fsconfig, context, value ? CONFIG_STRING : CONFIG_FLAG, key, value, 0);
+}
+
+static int finish(int context, uint64_t attributes) {
+    int fd = -1;
+    if (!syscall(__NR_fsconfig, context, CONFIG_CREATE, NULL, NULL, 0))
+        fd = syscall(__NR_fsmount, context, FSMOUNT_CLOEXEC, attributes);
+    int error = errno;
+    close(context);
+    errno = error;
+    return fd;
+}
+
+static int copy_tree(int place, const char *path) {
+    return syscall(__NR_open_tree, place, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (*path ? 0 : AT_EMPTY_PATH));
+}
+
+int root_tmpfs(uint64_t bytes, uint64_t inodes) {
+    char text[32];
+    int context = syscall(__NR_fsopen, "tmpfs", FSOPEN_CLOEXEC);
+    if (context < 0) return -1;
+    set(context, "mode", "0755");
+    snprintf(text, sizeof text, "%llu", (unsigned long long)bytes);
+    if (bytes) set(context, "size", text);
+    snprintf(text, sizeof text, "%llu", (unsigned long long)inodes);
+    if (inodes) set(context, "nr_inodes", text);
+    return finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+}
+
+/* A copy of a mount that a box with this user namespace sees with its own ids; -1 (as is): one id only. */
+static int mapped(int place, const char *path, int userns, bool read_only) {
+    int fd = copy_tree(place, path);
+    if (fd < 0) return -1;
+    struct mount_attr attributes = { .attr_set = read_only ? MOUNT_ATTR_RDONLY : 0 };
+    if (userns >= 0) {
+        attributes.attr_set |= MOUNT_ATTR_IDMAP;
+        attributes.userns_fd = userns;
+    }
+    if (attributes.attr_set &&
+        syscall(__NR_mount_setattr, fd, "", AT_EMPTY_PATH, &attributes, sizeof attributes)) {
+        int error = errno;
+        close(fd);
+        errno = error;
+        return -1;
+    }
+    return fd;
+}
+
+/* ---- layers, shared by boxes and counted */
+static struct layer *layers;
+
+struct layer *layer_take(const char *path, const char *device, int kind, int made_fd) {
+    for (struct layer *layer = layers; layer; layer = layer->next)
+        if (!strcmp(layer->path, path) && !strcmp(layer->device, device)) {
+            layer->references++;
+            return layer;
+        }
+    int fd = made_fd;
+    if (fd < 0 && kind == 'f') {
+        fd = copy_tree(AT_FDCWD, path);
+    } else if (fd < 0) {
+        int context = syscall(__NR_fsopen, "erofs", FSOPEN_CLOEXEC);
+        if (context < 0) return NULL;
+        set(context, "ro", NULL);
+        set(context, "source", path);
+        if (*device) set(context, "device", device);
+        fd = finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_RDONLY);
+    }
+    struct layer *layer = fd < 0 ? NULL : calloc(1, sizeof *layer);
+    if (!layer) return NULL;
+    *layer = (struct layer){ layers, strdup(path), strdup(device), fd, 1 };
+    layers = layer;
+    return layer;
+}
+
+void layer_drop(struct layer *layer) {
+    if (--layer->references) return;
+    for (struct layer **link = &layers; *link; link = &(*link)->next)
+        if (*link == layer) {
+            *link = layer->next;
+            break;
+        }
+    close(layer->fd);
+    free(layer->path);
+    free(layer->device);
+    free(layer);
+}
+
+struct layer *layer_find(const char *path) {
+    for (struct layer *layer = layers; layer; layer = layer->next)
+        if (!strcmp(layer->path, path)) return layer;
+    return NULL;
+}
+
+/* ---- bases, one a template and owner */
+struct base { struct base *next; uint8_t *key; size_t length; int fd; };
+static struct base *bases;
+
+static const char *base_op(int at, uint8_t kind, const char *path, const char *argument, uint32_t length, uint32_t mode,
+                           uint32_t work_id, bool own) {
+    struct stat info;
+    int fd;
+    switch (kind) {
+    case 'd': case 'h': case 'p':
+        if (kind == 'p') mode = 0755;
+        if ((mkdirat(at, path, mode) && errno != EEXIST) || fchmodat(at, path, mode, 0)) return say("make", path);
+        if (kind == 'h' && own && fchownat(at, path, work_id, work_id, 0)) return say("own", path);
+        return NULL;
+    case 'f':
+        fd = openat(at, path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
+        if (fd < 0 || write(fd, argument, length) != (ssize_t)length) return say("write", path);
+        close(fd);
+        return NULL;
+    case 'l':
+        return symlinkat(argument, at, path) ? say("link", path) : NULL;
+    case 'b': case 'n': /* mount points */
+        if (stat(argument, &info)) return say("look at", argument);
+        if (S_ISDIR(info.st_mode)) return mkdirat(at, path, 0755) && errno != EEXIST ? say("make", path) : NULL;
+        fd = openat(at, path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+        if (fd < 0) return say("make", path);
+        close(fd);
+        return NULL;
+    default:
+        return NULL;
+    }
+}
+
+static const char *base_for(const struct box_spec *spec, int *fd) {
+    struct cursor c = spec->ops;
+    size_t length = c.end - c.at;
+    for (struct base *base = bases; base; base = base->next)
+        if (base->length == length && !memcmp(base->key, c.at, length)) {
+            *fd = base->fd;
+            return NULL;
+        }
+    int made = root_tmpfs(1 << 20, 4096);
+    if (made < 0) return say("make", "base");
+    const char *error = NULL;
+    mode_t old = umask(0);
+    for (uint32_t count = get_u32(&c); count && !error && !c.bad; count--) {
+        uint32_t size;
+        uint8_t kind = get_u8(&c);
+        const char *path = get_str(&c, NULL), *argument = get_str(&c, &size);
+        uint32_t mode = get_u32(&c);
+        if (!c.bad) error = base_op(made, kind, path, argument, size, mode, spec->work_id, spec->id_count > 1);
+    }
+    umask(old);
+    struct base *base = error ? NULL : calloc(1, sizeof *base);
+    if (!base) {
+        close(made);
+        return error ? error : "no memory";
+    }
+    base->key = malloc(length);
+    memcpy(base->key, spec->ops.at, length);
+    base->length = length;
+    base->next = bases;
+    base->fd = *fd = made;
+    bases = base;
+    return NULL;
+}
+
+/* ---- overlays */
+static bool powers(bool up) { /* changing fsuid away from 0 takes the file powers: they are put back */
+    struct __user_cap_header_struct head = { _LINUX_CAPABILITY_VERSION_3, 0 };
+    struct __user_cap_data_struct data[2];
+    if (syscall(__NR_capget, &head, data)) return false;
+    for (int i = 0; up && i < 2; i++) data[i].effective = data[i].permitted;
+    return !syscall(__NR_capset, &head, data);
+}
+
+/* Of the box's layers (top first) and its upper number ``generation``, which is made. Returns the detached mount. */
+int root_overlay(const struct box_root *root, const struct box_spec *spec, int userns, bool trusted, const char **error) {
+    char name[64], work[64];
+    int parts[MAX_LAYERS + 2], count = 0, made = -1, base = -1;
+    *error = base_for(spec, &base);
+    if (*error) return -1;
+    snprintf(name, sizeof name, "upper%u", root->generation);
+    snprintf(work, sizeof work, "work%u", root->generation);
+    if (mkdirat(root->tmpfs, name, 0755) || mkdirat(root->tmpfs, work, 0700)) {
+        *error = say("make", name);
+        return -1;
+    }
+    int context = syscall(__NR_fsopen, "overlay", FSOPEN_CLOEXEC);
+    if (context < 0) {
+        *error = say("open", "overlay");
+        return -1;
+    }
+    bool good = true;
+    for (int i = 0; good && i <= root->num_layers; i++) {
+        parts[count] = mapped(i < root->num_layers ? root->layers[i]->fd : base, "", userns, true);
+        good = parts[count] >= 0;
+        if (!good) *error = say("map", i < root->num_layers ? root->layers[i]->path : "base");
+        else {
+            char text[64];
+            snprintf(text, sizeof text, "/proc/self/fd/%d", parts[count++]);
+            good = set(context, "lowerdir+", text);
+            if (!good) *error = say("add layer", root->num_layers > i ? root->layers[i]->path : "base");
+        }
+    }
+    if (good && (parts[count] = mapped(root->tmpfs, "", userns, false)) >= 0) {
+        char upper[160], below[160];
+        snprintf(upper, sizeof upper, "/proc/self/fd/%d/%s", parts[count], name);
+        snprintf(below, sizeof below, "/proc/self/fd/%d/%s", parts[count++], work);
+        if (spec->id_count > 1) {
+            setfsgid(spec->outer_gid);
+            setfsuid(spec->outer_uid);
+            powers(true);
+        }
+        good = set(context, "upperdir", upper) && set(context, "workdir", below) && set(context, "volatile", NULL);
+        if (good && !trusted) good = set(context, "userxattr", NULL);
+        if (good && trusted) good = set(context, "redirect_dir", "off") && set(context, "metacopy", "off");
+        if (good) made = finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+        else close(context);
+        int keep = errno;
+        if (spec->id_count > 1) {
+            setfsuid(0);
+            setfsgid(0);
+            powers(true);
+        }
+        errno = keep;
+        if (made < 0) {
+            char reason[256] = "";
+            ssize_t length = good ? read(context, reason, sizeof reason - 1) : -1;
+            *error = say("mount overlay", length > 0 ? reason : "");
+        }
+    } else {
+        if (good) *error = say("map", "upper");
+        close(context);
+    }
+    while (count) close(parts[--count]);
+    return made;
+}
+
+int root_upper(const struct box_root *root) {
+    char name[64];
+    snprintf(name, sizeof name, "upper%u", root->generation);
+    return copy_tree(root->tmpfs, name);
+}
+
+const char *root_take(struct box_root *root, struct cursor c) {
+    uint32_t count = get_u32(&c);
+    if (c.bad || count > MAX_LAYERS) return "too many layers";
+    for (uint32_t i = 0; i < count; i++) {
+        uint8_t kind = get_u8(&c);
+        const char *path = get_str(&c, NULL), *device = get_str(&c, NULL);
+        if (c.bad) return "broken layer list";
+        struct layer *layer = layer_take(path, device, kind, -1);
+        if (!layer) return say("open layer", path);
+        root->layers[root->num_layers++] = layer;
+    }
+    return NULL;
+}
+
+void root_drop(struct box_root *root) {
+    while (root->num_layers) layer_drop(root->layers[--root->num_layers]);
+    if (root->tmpfs > 0) close(root->tmpfs);
+    root->tmpfs = -1;
+}

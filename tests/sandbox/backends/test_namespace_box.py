@@ -1,0 +1,195 @@
+"""A box stands still, becomes layers while it goes on, and ends from every state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from box_pieces import SPEC, backend, said, shell
+
+from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
+from tandem.sandbox.backend import Ability
+from tandem.sandbox.backends.freezer import has_swap
+from tandem.sandbox.backends.namespace import layers_work
+
+needs_layers = pytest.mark.skipif(not layers_work(), reason="this kernel makes no roots of layers")
+
+
+def test_a_deadline_is_in_the_boxs_running_time() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            task = asyncio.create_task(box.call(shell("sleep 0.3; echo end", timeout_s=1.0)))
+            await asyncio.sleep(0.1)
+            await box.pause()
+            await box.pause()
+            await asyncio.sleep(1.5)
+            assert not task.done()
+            await box.resume()
+            await box.resume()
+            outcome = await task
+            assert outcome.stdout == b"end\n" and not outcome.timed_out
+            late = asyncio.create_task(box.call(shell("sleep 9", timeout_s=0.3)))
+            await asyncio.sleep(0.1)
+            await box.pause()
+            await box.resume()
+            assert (await late).timed_out
+
+    asyncio.run(main())
+
+
+def test_a_call_to_a_paused_box_waits_for_its_resume() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            await box.pause()
+            task = asyncio.create_task(box.call(shell("echo hi", timeout_s=0.2)))
+            await asyncio.sleep(0.6)
+            assert not task.done()
+            await box.resume()
+            assert (await task).stdout == b"hi\n"
+
+    asyncio.run(main())
+
+
+def test_kill_ends_a_paused_box_and_its_calls() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            task = asyncio.create_task(box.call(shell("sleep 99", timeout_s=99)))
+            await asyncio.sleep(0.05)
+            await box.pause()
+            await box.kill()
+            with pytest.raises(SandboxGone):
+                await task
+            for verb in (box.pause, box.resume, box.snapshot):
+                with pytest.raises(SandboxGone):
+                    await verb()
+
+    asyncio.run(main())
+
+
+def test_a_cold_pause_says_when_there_is_no_swap() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            assert (Ability.COLD_PAUSE in made.abilities) == has_swap()
+            box = await made.create(SPEC, timeout_s=20)
+            with contextlib.nullcontext() if has_swap() else pytest.raises(SandboxUnavailable, match="swap"):
+                await box.pause(cold=True)
+            await box.resume()
+            assert await said(box, "echo on") == "on"
+
+    asyncio.run(main())
+
+
+@needs_layers
+def test_children_start_from_a_snapshot_and_share_nothing_after() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            await said(box, "mkdir d; echo one > d/one; echo gone > gone; ln d/one hard; ln -s d/one soft")
+            first = await box.snapshot()
+            await said(box, "rm gone; rm -r d; mkdir d; echo two > d/two; echo more >> hard")
+            second = await box.snapshot()
+            await said(box, "echo later > later")
+            await box.kill()
+            old = await made.create(SPEC, root=first.root, timeout_s=20)
+            new = await made.create(SPEC, root=second.root, timeout_s=20)
+            twin = await made.create(SPEC, root=second.root, timeout_s=20)
+            await first.release()
+            await second.release()
+            assert await said(old, "ls; cat d/one gone hard soft") == "d\ngone\nhard\nsoft\none\ngone\none\none"
+            assert await said(new, "ls . d; cat hard") == ".:\nd\nhard\nsoft\n\nd:\ntwo\none\nmore"
+            await said(new, "echo mine > d/two")
+            assert await said(twin, "cat d/two; id -un; stat -c %U d/two") == "two\nagent\nagent"
+
+    asyncio.run(main())
+
+
+@needs_layers
+def test_a_saved_snapshot_starts_boxes_of_another_backend(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            await said(box, "mkdir d e; echo x > d/x; echo y > e/y; chmod 600 e/y; truncate -s 1M hole")
+            await (await box.snapshot()).release()
+            await said(box, "rm -r d; mkdir d; rm e/y; echo z > e/z")
+            frozen = await box.snapshot()
+            root = await frozen.save(tmp_path)
+            await frozen.release()
+            with pytest.raises(SnapshotError, match="released"):
+                await frozen.save(tmp_path / "again")
+        assert all(layer.path.is_relative_to(tmp_path) for layer in root.layers)
+        async with backend() as later:
+            child = await later.create(SPEC, root=root, timeout_s=20)
+            assert await said(child, "ls -A d; ls e; stat -c %s hole; stat -c %U e/z") == "z\n1048576\nagent"
+
+    asyncio.run(main())
+
+
+@needs_layers
+def test_files_in_use_are_copied_not_taken_away() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            text = "exec 3>>log; echo start >&3; while [ ! -e stop ]; do sleep 0.02; done; echo end >&3; cat log"
+            task = asyncio.create_task(box.call(shell(text)))
+            while await said(box, "cat log || true") != "start":
+                await asyncio.sleep(0.01)
+            frozen = await box.snapshot()
+            await said(box, "touch stop")
+            assert (await task).stdout == b"start\nend\n"
+            child = await made.create(SPEC, root=frozen.root, timeout_s=20)
+            assert await said(child, "ls; cat log") == "log\nstart"
+
+    asyncio.run(main())
+
+
+@needs_layers
+def test_no_room_for_a_copy_fails_and_leaves_the_box_as_it_was() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            task = asyncio.create_task(box.call(shell("head -c 12M /dev/zero > big; sleep 99", timeout_s=60)))
+            while await said(box, "stat -c %s big || true") != str(12 * 2**20):
+                await asyncio.sleep(0.01)
+            with pytest.raises(SnapshotError, match="No space"):
+                await box.snapshot()
+            assert not task.done() and await said(box, "stat -c %s big") == str(12 * 2**20)
+            task.cancel()
+
+    asyncio.run(main())
+
+
+@needs_layers
+def test_many_snapshots_and_a_paused_one() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            for number in range(40):
+                await said(box, f"echo {number} > n; echo > f{number}")
+                frozen = await box.snapshot()
+            await box.pause()
+            still = await box.snapshot()
+            assert box.paused
+            await box.resume()
+            child = await made.create(SPEC, root=frozen.root, timeout_s=20)
+            other = await made.create(SPEC, root=still.root, timeout_s=20)
+            for each in (box, child, other):
+                assert await said(each, "cat n; ls | wc -l") == "39\n41"
+
+    asyncio.run(main())
+
+
+def test_what_it_cannot_is_refused_by_name() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            with pytest.raises(SandboxUnavailable, match="live snapshot"):
+                await box.snapshot(live=True)
+            with pytest.raises(SandboxError, match="live fork"):
+                await box.fork([SPEC], timeout_s=5)
+
+    asyncio.run(main())
