@@ -222,7 +222,7 @@ def _display(recipe: Recipe, log: EventLog, *, resumed: bool) -> Iterator[None]:
         total_steps=recipe.trainer.steps,
         episodes_per_step=recipe.rollout.groups_per_step * recipe.rollout.group_size,
         warmup_steps=recipe.warmup.steps,
-        metrics=fold(read(log.folder)) if resumed else None,
+        resumed=(lambda: fold(read(log.folder))) if resumed else None,
     ) as sink:
         log.listen(sink)
         yield

@@ -1,7 +1,8 @@
 """Reward functions in processes that can be killed.
 
 Owns: worker processes, their start, their deadline, their replacement. A worker is started when first needed,
-serves one call at a time, and is killed with everything it started when a call passes its limit.
+serves one call at a time, and is ended with everything it started when a call passes its limit; the guard above it
+(``reward_guard``) sees to that, and does the same when this process dies.
 Refuses: judging the answer (``reward`` does). Invariants: the limit is counted from the moment a warm worker has
 the call, so neither a queue nor an import eats a good sample's time; ``close`` leaves no process.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from tandem.core.types import Episode, Task
 from tandem.envs.reward_box import BoxRequest, serve
 
 START_S = 60.0
+END_S = 2.0  # for the guard to find all that a worker started
 MAX_FRAME_BYTES = 256 * 2**20
 
 
@@ -55,7 +56,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
 
 
 class _Worker:
-    """One process and its two pipes."""
+    """One worker with its two pipes; ``process`` is the guard above it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -93,14 +94,20 @@ class _Worker:
         return await self.process.stdout.readexactly(size)
 
     async def kill(self) -> None:
-        """End the process and whatever it started in its session. Idempotent."""
+        """End the process and whatever it started. Idempotent."""
         if not self.dead:
-            self.dead = True  # once only: later the number may be somebody else's
+            self.dead = True
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.send_signal(signal.SIGTERM)
         if self.process.stdin is not None:
             self.process.stdin.close()
-        await self.process.wait()
+        try:
+            async with asyncio.timeout(END_S):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
 
 
 async def _hear_out(worker: _Worker, box: Sandbox | None) -> Answer:

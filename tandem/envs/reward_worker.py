@@ -1,16 +1,14 @@
 """The process in which reward functions run: ``python -m tandem.envs.reward_worker``, driven by ``reward_pool``.
 
 Reads frames from standard input and answers on what was standard output; the functions' own prints go nowhere.
-Dies with its parent, by the kernel's hand if it is stuck. Must import light: it is started many times.
+Works below a guard (``reward_guard``), which ends it and all it started. Must import light: it is started many times.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import os
-import signal
 import sys
 from collections.abc import Callable
 
@@ -23,16 +21,13 @@ from tandem.core.types import Episode, Task
 from tandem.envs.foreign import describe
 from tandem.envs.reward import number_of
 from tandem.envs.reward_box import Ask, BoxReply, BoxRequest, RemoteBox
+from tandem.envs.reward_guard import guarded
 from tandem.envs.reward_pool import Answer, Call, Greeting
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return  # the parent died before the kernel was told
+    if not guarded():
+        return
     frames_in, frames_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

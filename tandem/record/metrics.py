@@ -165,7 +165,7 @@ class RunMetrics:
                 self.run_id, self.started = event.run_id, time
             case RunResumed():
                 self.resumes += 1
-                self.finished, self._step = None, _StepSums()
+                self.finished, self._step, self.purpose = None, _StepSums(), ""
                 self.in_flight.clear()
                 self._purposes.clear()
             case RunFinished():
@@ -290,9 +290,9 @@ class RunMetrics:
         return [point for point in self.steps if point.phase == phase]
 
     @property
-    def episodes_since_step(self) -> int:
-        """Training episodes that ended since the last step: how far the present rollout has come."""
-        return self._step.episodes.num_scored + self._step.episodes.num_failed
+    def since_step(self) -> EpisodeSums:
+        """Training attempts that ended since the last step: how far the present rollout has come."""
+        return self._step.episodes
 
     @property
     def elapsed_s(self) -> float | None:

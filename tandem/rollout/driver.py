@@ -164,7 +164,7 @@ class RolloutDriver:
         )
         plan = LanePlan(
             task_at=lambda position: tasks[position],
-            prefix=f"{name}-",
+            prefix=f"{name.replace(' ', '-')}-",  # an id is one word, to be pasted
             purpose=name,
             seed_parts=(self._seed, "eval"),
         )

@@ -82,7 +82,9 @@ def test_runs_are_listed_shown_verified_and_drawn(
     assert row.split()[3:6] == ["finished", "3", f"{fold(read(finished[0])).phase_steps()[-1].reward:.3f}"]
     assert "after reinforcement" in said(capsys, "runs", "show", "finished")
     assert len(said(capsys, "runs", "show", "finished", "--episodes").splitlines()) == 2 + 3 * 2 * 4 + 3 * 4
-    name = next(iter(episodes(finished[0])))
+    names = list(episodes(finished[0]))
+    name = names[0]
+    assert any(each.startswith("after-warm-up-") for each in names) and not any(" " in each for each in names)
     told = tandem("runs", "show", "finished", "--episode", name, place=place).out
     assert name in told and "list" in told and "reward" in told
     assert said(capsys, "runs", "verify", "finished").endswith("chain and episodes are whole\n")

@@ -3,8 +3,11 @@
 import ctypes
 import itertools
 import math
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def one(episode):
@@ -64,3 +67,30 @@ def slow(episode):
 
 def torch_is_loaded(episode):
     return "torch" in sys.modules
+
+
+DAEMON = """
+import os, sys, time
+from pathlib import Path
+if os.fork():
+    os._exit(0)
+os.setsid()
+Path(sys.argv[1], str(os.getpid())).touch()
+if not os.fork():
+    os.setsid()
+    Path(sys.argv[1], str(os.getpid())).touch()
+time.sleep(600)
+"""
+
+
+def starts_daemons(episode, task):
+    """Two processes that leave session and parent behind; then it ends as the task says."""
+    folder = Path(task.private["folder"])
+    subprocess.run([sys.executable, "-S", "-c", DAEMON, str(folder)], check=True)
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
+    if task.private["end"] == "timeout":
+        time.sleep(600)
+    if task.private["end"] == "death":
+        os._exit(7)
+    return 1.0

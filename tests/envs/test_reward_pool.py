@@ -1,6 +1,7 @@
 """Rewards in killable processes: case 10, typed ends, no process left."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -19,12 +20,14 @@ from rewards_for_tests import (
     prints,
     raises,
     slow,
+    starts_daemons,
     stuck_in_native_code,
     torch_is_loaded,
     wrong_type,
 )
 
 from tandem.core import wire
+from tandem.core.errors import RewardError
 from tandem.core.types import Episode, FailureKind, Task
 from tandem.envs.reward import Reward, score, total
 from tandem.envs.reward_pool import RewardPool
@@ -110,7 +113,49 @@ def test_close_and_cancel_leave_no_process():
         await pool.close()
         return [worker.process.returncode for worker in workers]
 
-    assert asyncio.run(run()) == [-9, -9]
+    assert all(code is not None for code in asyncio.run(run()))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["close", "timeout", "death", "kill"])
+def test_what_a_reward_started_in_a_session_of_its_own_ends_with_it(tmp_path, end):
+    task = Task(id="t", messages=(), private={"folder": str(tmp_path), "end": end})
+
+    async def run():
+        pool = RewardPool(size=1)
+        try:
+            await pool.call(Reward(starts_daemons).reference, episode(), task, time_s=1.5 if end == "timeout" else 30)
+        except RewardError:
+            assert end in ("timeout", "death")
+        if end == "kill":
+            os._exit(0)  # as a killed run: nobody closes anything
+        await pool.close()
+
+    if end == "kill":
+        child = os.fork()
+        if not child:
+            try:
+                asyncio.run(run())
+            finally:
+                os._exit(1)
+        os.waitpid(child, 0)
+    else:
+        asyncio.run(run())
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and end == "kill" and time.monotonic() < deadline:
+        time.sleep(0.01)  # nobody waits for the guard of a killed run
+    left = [pid for pid in pids if alive(pid)]
+    for pid in left:
+        os.kill(pid, 9)
+    assert left == []
 
 
 def test_weighted_sum_and_missing_scores():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console, Group
@@ -40,7 +41,7 @@ REFRESH_HZ = 2.0
 class ConsoleSink:
     """Listens to a log: ``with ConsoleSink(...) as sink: log.listen(sink)``.
 
-    ``metrics`` may hold the events of a run that is resumed.
+    ``resumed`` reads the numbers of a run that goes on, once it has said from where.
     """
 
     def __init__(
@@ -50,14 +51,15 @@ class ConsoleSink:
         total_steps: int,
         episodes_per_step: int,
         warmup_steps: int = 0,
-        metrics: RunMetrics | None = None,
+        resumed: Callable[[], RunMetrics] | None = None,
         console: Console | None = None,
     ) -> None:
         self._title = title
         self._total_steps = total_steps
         self._episodes_per_step = episodes_per_step
         self._warmup_steps = warmup_steps
-        self._metrics = metrics or RunMetrics()
+        self._metrics = RunMetrics()
+        self._resumed = resumed
         self._console = console or Console(file=sys.stderr)
         self._guard = threading.Lock()
         self._live: Live | None = None
@@ -83,7 +85,10 @@ class ConsoleSink:
         """Hear one event."""
         with self._guard:
             before = self._metrics.purpose
-            self._metrics.add(envelope)
+            if self._resumed is not None and isinstance(envelope.event, RunResumed):
+                self._metrics = self._resumed()  # what came after the checkpoint does not count any more
+            else:
+                self._metrics.add(envelope)
             if isinstance(envelope.event, GroupStarted) and envelope.event.purpose != before:
                 self._eval_done = self._evaluated()
         if self._live is None:
@@ -113,7 +118,7 @@ class ConsoleSink:
             case RunResumed() as event:
                 self._line(f"resumed at step {event.step}")
             case RunFinished() as event:
-                self._line(f"{event.reason} after step {event.step}")
+                self._line(f"{event.reason} after step {event.step}" if self._total_steps else event.reason)
             case _ if time.monotonic() - self._last_line > QUIET_S:
                 self._line(self._progress_text())
 
@@ -161,20 +166,28 @@ class ConsoleSink:
             done = self._evaluated() - self._eval_done
             return f"evaluation {metrics.purpose}: {done} episodes done, {running} running"
         steps = metrics.phase_steps(TRAIN)
-        if not metrics.purpose or (not steps and not running):
+        if not metrics.purpose:
             return "starting"
-        done = metrics.episodes_since_step
         step = (steps[-1].step if steps else 0) + 1
-        return f"step {step}/{self._total_steps}: {done}/{self._episodes_per_step} episodes done, {running} running"
+        if step > self._total_steps:
+            return "ending"
+        since = metrics.since_step
+        failed = f", {since.num_failed} failed" if since.num_failed else ""
+        wanted = f"{since.num_scored} episodes scored ({self._episodes_per_step} wanted)"
+        return f"step {step}/{self._total_steps}: {wanted}{failed}, {running} running"
 
     def _progress(self) -> Table:
         metrics = self._metrics
         steps = metrics.phase_steps(TRAIN)
         grid = Table.grid(padding=(0, 2))
-        grid.add_row("reinforcement", ProgressBar(total=max(1, self._total_steps), completed=len(steps), width=40),
-                     f"{len(steps)}/{self._total_steps} steps")  # fmt: skip
-        rollout = metrics.episodes_since_step if metrics.purpose == TRAIN else 0
-        grid.add_row("this step", ProgressBar(total=self._episodes_per_step, completed=rollout, width=40),
+        if self._total_steps:
+            grid.add_row("reinforcement", ProgressBar(total=self._total_steps, completed=len(steps), width=40),
+                         f"{len(steps)}/{self._total_steps} steps")  # fmt: skip
+            done = metrics.since_step.num_scored if metrics.purpose == TRAIN else 0
+        else:
+            done = self._evaluated() - self._eval_done
+        title = "this step" if self._total_steps else "evaluation"
+        grid.add_row(title, ProgressBar(total=self._episodes_per_step, completed=done, width=40),
                      self._progress_text())  # fmt: skip
         return grid
 
