@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
@@ -38,14 +38,30 @@ class EventSink(Protocol):
         ...
 
 
+class TokenGuide(Protocol):
+    """Which tokens may come next, of one answer. Stateful; used by one request."""
+
+    def allowed(self) -> Iterable[bool]:
+        """A flag for each token id (best as a NumPy array); at least one is set."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """The answer goes on with this token."""
+        ...
+
+
 class TokenEngine(Protocol):
     """Inference: token ids in, token ids out."""
 
     async def generate(
-        self, request: GenerateRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        guide: TokenGuide | None = None,
     ) -> Completion:
         """Run one request to its end. Cancelling the awaiting task aborts the request and frees its blocks.
-        ``on_tokens`` hears each new token id as it is made (for streaming).
+        ``on_tokens`` hears each new token id as it is made (for streaming); ``guide`` restricts what is sampled.
 
         Raises:
             PromptTooLong: prompt plus max_tokens does not fit; the message names both numbers.

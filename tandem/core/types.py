@@ -342,12 +342,20 @@ class WeightVersion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample one completion. ``temperature`` 0 is greedy (log-probabilities are then of T = 1).
-    Log-probabilities are those of the distribution that was sampled, after temperature, top-k and top-p."""
+    Log-probabilities are those of the distribution that was sampled: after bias, penalties, a guide's mask, min-p,
+    temperature, top-k and top-p, in this order."""
 
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0  # tokens less likely than this part of the likeliest are left out
+    repetition_penalty: float = 1.0  # divides positive logits, multiplies negative ones, of tokens seen anywhere
+    frequency_penalty: float = 0.0  # taken off once for each time that the answer has the token
+    presence_penalty: float = 0.0  # taken off once if the answer has the token
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0  # how many of the likeliest tokens to report beside each token
+    prompt_logprobs: bool = False  # report the prompt's tokens too, at temperature 1
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # stop strings: honoured by the server, which sees text
     ignore_eos: bool = False
@@ -365,8 +373,18 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Top:
+    """The likeliest tokens at one place, the likeliest first."""
+
+    token_ids: Ids
+    logprobs: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Token ids out, one log-probability and weight version each. An aborted request returns what it had."""
+    """Token ids out, one log-probability and weight version each. An aborted request returns what it had.
+    ``tops`` has one entry a token where the request asked for them; ``prompt_logprobs`` and ``prompt_tops`` are those
+    of the prompt's second token and what follows (nothing predicts the first)."""
 
     request_id: str
     token_ids: Ids
@@ -376,6 +394,9 @@ class Completion:
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     total_s: float = 0.0
+    tops: tuple[Top, ...] | None = None
+    prompt_logprobs: Floats | None = None
+    prompt_tops: tuple[Top, ...] | None = None
 
     def __post_init__(self) -> None:
         same_length(

@@ -13,7 +13,18 @@ from typing import Literal
 import msgspec
 
 from tandem.core.types import Message, Role, ToolCall, ToolSpec
-from tandem.serve.requests import Asked, BadRequest, SamplingBody, Struct, asked_of, decode, refuse_unless
+from tandem.serve.requests import (
+    MAX_TOPS,
+    Asked,
+    BadRequest,
+    GuideSpec,
+    SamplingBody,
+    Struct,
+    asked_of,
+    decode,
+    refuse_unless,
+    within,
+)
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ROLES = {
@@ -94,8 +105,6 @@ def read_request(data: bytes) -> ChatRequest:
 def checked(body: ChatBody) -> ChatRequest:
     """Raises ``BadRequest``."""
     refuse_unless({
-        "response_format": body.response_format in (None, {"type": "text"}),
-        "top_logprobs": body.top_logprobs in (None, 0),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "tool_choice": body.tool_choice in (None, "auto", "none"),
     })
@@ -104,8 +113,35 @@ def checked(body: ChatBody) -> ChatRequest:
         raise BadRequest("give max_tokens or max_completion_tokens, not both", param="max_completion_tokens")
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    asked = asked_of(body, max_tokens=limit, logprobs=bool(body.logprobs), max_tokens_field=field)
+    tops = body.top_logprobs or 0
+    within("top_logprobs", tops, 0, MAX_TOPS)
+    if tops and not body.logprobs:
+        raise BadRequest("top_logprobs: needs logprobs = true", param="top_logprobs")
+    asked = asked_of(
+        body,
+        max_tokens=limit,
+        logprobs=bool(body.logprobs),
+        top_logprobs=tops,
+        max_tokens_field=field,
+        guide=_response_format(body.response_format),
+    )
+    if asked.guide is not None and tools:
+        raise BadRequest(f"{asked.guide.field}: not together with tools", param=asked.guide.field)
     return ChatRequest(asked=asked, messages=_messages(body.messages), tools=tools)
+
+
+def _response_format(given: dict[str, object] | None) -> GuideSpec | None:
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return GuideSpec(field="response_format", schema={"type": "object"})
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return GuideSpec(field="response_format", schema=schema)
+    raise BadRequest(
+        'response_format: must be of type "text", "json_object", or "json_schema" with json_schema.schema',
+        param="response_format",
+    )
 
 
 def _messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:

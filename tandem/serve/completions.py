@@ -5,10 +5,12 @@ Owns: what a client may send to ``/v1/completions``. Refuses, naming the field, 
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
 from tandem.core.types import Ids, ids
-from tandem.serve.requests import Asked, BadRequest, SamplingBody, asked_of, decode, refuse_unless, within
+from tandem.serve.requests import MAX_TOPS, Asked, BadRequest, SamplingBody, asked_of, decode, refuse_unless, within
 
 DEFAULT_MAX_TOKENS = 16  # the API's own
 MAX_PROMPTS = 256
@@ -42,11 +44,13 @@ def read_completion(data: bytes, *, vocabulary: int) -> CompletionRequest:
         "suffix": not body.suffix,
         "best_of": body.best_of is None or body.best_of == (body.n or 1),
     })
-    if body.logprobs is not None:
-        within("logprobs", body.logprobs, 0, 0 if body.echo else 1)
-    refuse_unless({"logprobs": not (body.echo and body.logprobs is not None)})
+    tops = body.logprobs or 0
+    within("logprobs", tops, 0, MAX_TOPS)
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    asked = asked_of(body, max_tokens=limit, logprobs=body.logprobs is not None)
+    least = 0 if body.echo else 1  # with echo, 0 scores the prompt and makes nothing
+    asked = asked_of(body, max_tokens=limit, logprobs=body.logprobs is not None, top_logprobs=tops, least=least)
+    if body.echo and asked.logprobs:
+        asked = msgspec.structs.replace(asked, params=dataclasses.replace(asked.params, prompt_logprobs=True))
     return CompletionRequest(asked=asked, prompts=_prompts(body.prompt, vocabulary), echo=bool(body.echo))
 
 

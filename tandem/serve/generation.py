@@ -11,20 +11,22 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
-from tandem.core.errors import EngineError, PromptTooLong
+from tandem.core.errors import ConfigError, EngineError, PromptTooLong
 from tandem.core.protocols import TokenEngine
 from tandem.core.types import Completion, FinishReason, GenerateRequest, Ids, ToolSpec
 from tandem.core.wire import derive_seed
 from tandem.serve.answer import Answer, AnswerReader
 from tandem.serve.connection import Emit
-from tandem.serve.requests import Asked
+from tandem.serve.requests import Asked, BadRequest
 from tandem.serve.sessions import Sessions
+from tandem.text.guide import Guide, Guides
 from tandem.text.render import Renderer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Served:
     """What is served: an engine, how its model writes conversations, and the names that clients call it by.
     ``keys``: the API keys that are let in; none: everybody. ``max_waiting``: requests beyond it are told to come
@@ -37,6 +39,10 @@ class Served:
     keys: tuple[str, ...] = ()
     max_waiting: int = 1024
     sessions: Sessions | None = None
+
+    @cached_property
+    def guides(self) -> Guides:
+        return Guides(self.renderer.tokenizer, self.renderer.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +129,7 @@ class Generation:
         reader = AnswerReader(self._served.renderer, self._tools, self._asked.params.stop)
         params = replace(
             self._asked.params,
-            max_tokens=self._limit - len(prompt) if self._asked.max_tokens is None else self._asked.max_tokens,
+            max_tokens=self._limit - len(prompt) if self._asked.max_tokens is None else max(1, self._asked.max_tokens),
             stop=(),
             stop_token_ids=self._served.renderer.stop_token_ids,
         )
@@ -151,9 +157,15 @@ class Generation:
             if reader.stopped and not aborts:
                 aborts.append(asyncio.ensure_future(self._served.engine.abort(request.id)))
 
-        completion = await self._served.engine.generate(request, on_tokens=hear)
+        scores_only = self._asked.max_tokens == 0  # the engine's one token is nobody's
+        completion = await self._served.engine.generate(
+            request, on_tokens=None if scores_only else hear, guide=self._guide()
+        )
         await asyncio.gather(*aborts)
-        last, answer = reader.finish(completion.token_ids, completion.finish_reason)
+        if scores_only:
+            last, answer = "", Answer(content="", calls=(), finish_reason=FinishReason.LENGTH, num_tokens=0)
+        else:
+            last, answer = reader.finish(completion.token_ids, completion.finish_reason)
         if answer.finish_reason is FinishReason.ABORT:
             raise EngineError(f"request {request.id} was aborted")
         if last:
@@ -164,6 +176,16 @@ class Generation:
         for chunk in self._shape.ending(made):
             say(chunk)
         return made
+
+    def _guide(self) -> Guide | None:
+        """Raises BadRequest naming the field."""
+        if (spec := self._asked.guide) is None:
+            return None
+        guides = self._served.guides
+        try:
+            return guides.regex(spec.regex) if spec.regex is not None else guides.json_schema(spec.schema or {})
+        except ConfigError as error:
+            raise BadRequest(f"{spec.field}: {error.message}", param=spec.field) from error
 
     def _usage(self, made: Sequence[Made]) -> dict[str, object]:
         """A prompt counts once, however many choices it has; what of it was cached is what its first choice found."""

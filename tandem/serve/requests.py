@@ -18,7 +18,7 @@ import msgspec
 
 from tandem.core.types import SamplingParams
 
-MAX_CHOICES, MAX_STOPS = 128, 16
+MAX_CHOICES, MAX_STOPS, MAX_TOPS = 128, 16, 20
 
 
 class BadRequest(Exception):
@@ -50,7 +50,12 @@ class SamplingBody(Struct, kw_only=True):
     n: int | None = 1
     seed: int | None = None
     stop: str | list[str] | None = None
-    return_token_ids: bool | None = False  # extension: the ids of prompt and answer
+    # Extensions, named as other servers name them.
+    return_token_ids: bool | None = False  # the ids of prompt and answer
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    guided_json: dict[str, object] | None = None  # a JSON schema
+    guided_regex: str | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -59,6 +64,14 @@ class SamplingBody(Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
+
+
+class GuideSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must fit: exactly one of them. ``field`` is what the client wrote it in."""
+
+    field: str
+    schema: dict[str, object] | None = None
+    regex: str | None = None
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +86,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     logprobs: bool
     token_ids: bool
+    guide: GuideSpec | None = None
 
 
 B = TypeVar("B", bound=SamplingBody)
@@ -105,14 +119,16 @@ def refuse_unless(neutral: Mapping[str, bool]) -> None:
 
 
 def asked_of(
-    body: SamplingBody, *, max_tokens: int | None, logprobs: bool, max_tokens_field: str = "max_tokens", least: int = 1
+    body: SamplingBody,
+    *,
+    max_tokens: int | None,
+    logprobs: bool,
+    top_logprobs: int = 0,
+    max_tokens_field: str = "max_tokens",
+    least: int = 1,
+    guide: GuideSpec | None = None,
 ) -> Asked:
     """The checked common part of a body; ``least`` is the smallest ``max_tokens``."""
-    refuse_unless({
-        "frequency_penalty": body.frequency_penalty in (None, 0),
-        "presence_penalty": body.presence_penalty in (None, 0),
-        "logit_bias": not body.logit_bias,
-    })
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options: needs stream = true", param="stream_options")
     if max_tokens is not None:
@@ -126,11 +142,12 @@ def asked_of(
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         max_tokens=max_tokens,
-        params=_params(body),
+        params=_params(body, top_logprobs),
         num_choices=num_choices,
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         logprobs=logprobs,
         token_ids=bool(body.return_token_ids),
+        guide=_guide(body, guide),
     )
 
 
@@ -139,7 +156,28 @@ def within(field: str, value: float, low: float, high: float) -> None:
         raise BadRequest(f"{field}: must be from {low} to {high}, got {value}", param=field)
 
 
-def _params(body: SamplingBody) -> SamplingParams:
+def _guide(body: SamplingBody, other: GuideSpec | None) -> GuideSpec | None:
+    given = [] if other is None else [other]
+    if body.guided_json is not None:
+        given.append(GuideSpec(field="guided_json", schema=body.guided_json))
+    if body.guided_regex is not None:
+        given.append(GuideSpec(field="guided_regex", regex=body.guided_regex))
+    if len(given) > 1:
+        raise BadRequest(f"give {given[0].field} or {given[1].field}, not both", param=given[1].field)
+    return given[0] if given else None
+
+
+def _bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    made = []
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit():
+            raise BadRequest(f"logit_bias: keys are token ids, got {key!r}", param="logit_bias")
+        within("logit_bias", value, -100, 100)
+        made.append((int(key), value))
+    return tuple(made)
+
+
+def _params(body: SamplingBody, top_logprobs: int) -> SamplingParams:
     temperature = 1.0 if body.temperature is None else body.temperature
     if not (math.isfinite(temperature) and 0 <= temperature <= 100):
         raise BadRequest(f"temperature: must be from 0 to 100, got {temperature}", param="temperature")
@@ -151,4 +189,22 @@ def _params(body: SamplingBody) -> SamplingParams:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MAX_STOPS or not all(stop):
         raise BadRequest(f"stop: at most {MAX_STOPS} texts, none of them empty", param="stop")
-    return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, stop=tuple(stop))
+    frequency, presence = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
+    within("frequency_penalty", frequency, -2, 2)
+    within("presence_penalty", presence, -2, 2)
+    min_p = body.min_p or 0.0
+    within("min_p", min_p, 0, 1)
+    repetition = 1.0 if body.repetition_penalty is None else body.repetition_penalty
+    within("repetition_penalty", repetition, 0.01, 100)
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        logit_bias=_bias(body.logit_bias or {}),
+        top_logprobs=top_logprobs,
+        stop=tuple(stop),
+    )

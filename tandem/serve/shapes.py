@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tandem.core.types import Ids
+from tandem.core.types import Ids, Top
 from tandem.serve.answer import Answer
 from tandem.serve.generation import Made, envelope
 from tandem.serve.requests import Asked
@@ -69,15 +69,21 @@ class ChatShape:
     def _end(self, made: Made) -> dict[str, object]:
         ending: dict[str, object] = {"finish_reason": made.answer.finish_reason.value, "logprobs": None}
         if self._asked.logprobs:
-            pairs = zip(made.token_ids, made.completion.logprobs[: made.answer.num_tokens], strict=True)
-            ending["logprobs"] = {"content": [self._logprob(*pair) for pair in pairs]}
+            count = made.answer.num_tokens
+            tops = made.completion.tops[:count] if made.completion.tops is not None else [None] * count
+            entries = zip(made.token_ids, made.completion.logprobs[:count], tops, strict=True)
+            ending["logprobs"] = {"content": [self._logprob(*entry) for entry in entries]}
         if self._asked.token_ids:
             ending["token_ids"] = made.token_ids.tolist()
         return ending
 
-    def _logprob(self, token_id: int, logprob: float) -> dict[str, object]:
+    def _logprob(self, token_id: int, logprob: float, top: Top | None) -> dict[str, object]:
+        pairs = zip(top.token_ids, top.logprobs, strict=True) if top is not None else ()
+        return self._entry(token_id, logprob) | {"top_logprobs": [self._entry(*pair) for pair in pairs]}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, object]:
         text = self._tokenizer.decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class TextShape:
@@ -117,19 +123,34 @@ class TextShape:
             return choice
         choice["finish_reason"] = made.answer.finish_reason.value
         if self._asked.logprobs:
-            choice["logprobs"] = self._logprobs(made, len(self._echo(index)))
+            choice["logprobs"] = self._logprobs(made, index)
         if self._asked.token_ids:
             prompt = self._prompts[index // self._asked.num_choices]
             choice |= {"token_ids": made.token_ids.tolist(), "prompt_token_ids": prompt.tolist()}
         return choice
 
-    def _logprobs(self, made: Made, start: int) -> dict[str, object]:
-        """The older schema: parallel lists; offsets are characters from the beginning of the choice's text."""
-        tokens, offsets = [], []
-        for token_id in made.token_ids:
+    def _logprobs(self, made: Made, index: int) -> dict[str, object]:
+        """The older schema: parallel lists; offsets are characters from the beginning of the choice's text. With echo
+        the prompt's tokens come first, and nothing predicts its first one."""
+        count, completion = made.answer.num_tokens, made.completion
+        token_ids, values = list(made.token_ids), list[float | None](completion.logprobs[:count])
+        tops: list[Top | None] = list(completion.tops[:count]) if completion.tops is not None else [None] * count
+        if self._echoes and completion.prompt_logprobs is not None:
+            prompt = self._prompts[index // self._asked.num_choices]
+            token_ids, values = [*prompt, *token_ids], [None, *completion.prompt_logprobs, *values]
+            tops = [None, *(completion.prompt_tops or [None] * (len(prompt) - 1)), *tops]
+        tokens, offsets, start = [], [], 0
+        for token_id in token_ids:
             text = self._tokenizer.decode([token_id])
             tokens.append(text)
             offsets.append(start)
             start += len(text)
-        values = made.completion.logprobs[: made.answer.num_tokens].tolist()
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        wanted = self._asked.params.top_logprobs > 0
+        shown = [self._top(top) for top in tops] if wanted else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": shown, "text_offset": offsets}
+
+    def _top(self, top: Top | None) -> dict[str, float] | None:
+        if top is None:
+            return None
+        pairs = zip(top.token_ids, top.logprobs, strict=True)
+        return {self._tokenizer.decode([token_id]): value for token_id, value in pairs}

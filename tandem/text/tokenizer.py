@@ -48,6 +48,11 @@ class Tokenizer:
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
 
     @property
+    def library(self) -> Any:
+        """The tokenizer of the transformers library behind this one."""
+        return self._loaded
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included (a model may have more rows than this)."""
         return self._backend.get_vocab_size(with_added_tokens=True)

@@ -60,7 +60,7 @@ class PlaybackEngine:
         self.running: set[str] = set()
         self.version = 0
 
-    async def generate(self, request: GenerateRequest, *, on_tokens: object = None) -> Completion:
+    async def generate(self, request: GenerateRequest, *, on_tokens: object = None, guide: object = None) -> Completion:
         self.requests.append(request)
         self.running.add(request.id)
         version = self.version

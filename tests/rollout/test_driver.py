@@ -377,7 +377,7 @@ def test_in_order_whatever_finishes_first_and_resume_goes_on_exactly():
         return say("hello")
 
     class Uneven(PlaybackEngine):
-        async def generate(self, request, *, on_tokens=None):
+        async def generate(self, request, *, on_tokens=None, guide=None):
             position = int(request.id[1:7])
             self.delay_s = 0.05 if position % 2 == 0 else 0.0
             return await super().generate(request)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 
 import httpx
 import openai
@@ -14,7 +15,8 @@ from tandem.engine.infer.loop import InferEngine
 from tandem.engine.weights import PublishedWeights
 from tandem.models.builtin import resolve_model
 from tandem.models.loader import load_model, read_spec
-from tandem.serve.openai import Served, make_app
+from tandem.serve.generation import Served
+from tandem.serve.openai import make_app
 from tandem.serve.server import serve_forever
 from tandem.text.render import Renderer
 from tandem.text.tokenizer import load_tokenizer
@@ -83,3 +85,46 @@ def test_a_client_that_goes_away_frees_its_blocks(stream):
             return engine.stats().generated_tokens
 
     assert asyncio.run(asyncio.wait_for(body(), 60)) < 1600
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+
+
+def test_a_random_model_follows_a_schema_and_scores_what_it_said():
+    async def body():
+        async with tiny_server() as (address, _):
+            client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+            fields = {"model": "tiny", "messages": [USER], "max_tokens": 120, "seed": 3}
+            guided = [await client.chat.completions.create(**fields | {"seed": seed}, response_format=wanted)
+                      for seed in range(3)]  # fmt: skip
+            worded = await client.chat.completions.create(**fields, extra_body={"guided_regex": "(yes|no)!"})
+            with pytest.raises(openai.BadRequestError) as broken:
+                await client.chat.completions.create(**fields, extra_body={"guided_regex": "("})
+            plain = {"model": "tiny", "prompt": "one two three", "max_tokens": 6, "seed": 1, "logprobs": 2}
+            said = (await client.completions.create(**plain, extra_body={"return_token_ids": True})).choices[0]
+            again = await client.completions.create(
+                model="tiny", prompt=[*said.prompt_token_ids, *said.token_ids], echo=True, max_tokens=0, logprobs=1
+            )
+            await client.close()
+            return guided, worded, broken.value, said, again
+
+    guided, worded, broken, said, again = asyncio.run(asyncio.wait_for(body(), 60))
+    for reply in guided:
+        found = json.loads(reply.choices[0].message.content)
+        assert found["colour"] in ("red", "green") and 0 <= found["count"] <= 99
+        assert reply.choices[0].finish_reason == "stop"
+    assert worded.choices[0].message.content in ("yes!", "no!")
+    assert broken.param == "guided_regex"
+    scored = again.choices[0].logprobs
+    count = len(said.token_ids)
+    # The score of a text equals, to the bit, what was reported when it was sampled.
+    assert scored.token_logprobs[0] is None and scored.token_logprobs[-count:] == said.logprobs.token_logprobs
+    assert again.usage.completion_tokens == 0 and len(scored.tokens) == again.usage.prompt_tokens
+    assert scored.top_logprobs[0] is None and all(len(top) == 1 for top in scored.top_logprobs[1:])
+    assert all(1 <= len(top) <= 2 for top in said.logprobs.top_logprobs)

@@ -58,7 +58,11 @@ class ScriptedEngine:
         self._aborted: set[str] = set()
 
     async def generate(
-        self, request: GenerateRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        guide: object = None,
     ) -> Completion:
         self.requests.append(request)
         if len(request.prompt_ids) > 4000:

@@ -33,10 +33,10 @@ def request(**fields):
         ({"prompt": 7}, "prompt"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"logprobs": 0, "echo": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
         ({"promt": "x"}, "promt"),
     ],
 )

@@ -19,6 +19,7 @@ import numpy as np
 
 from tandem.config.sections.engine import EngineSection
 from tandem.core.errors import EngineError, PromptTooLong
+from tandem.core.protocols import TokenGuide
 from tandem.core.types import Completion, EngineStats, GenerateRequest, WeightVersion
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.kv_cache import BlockManager
@@ -92,12 +93,16 @@ class InferEngine:
         self._busy_s = 0.0
 
     async def generate(
-        self, request: GenerateRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        guide: TokenGuide | None = None,
     ) -> Completion:
         """Run one request to its end (see ``TokenEngine``)."""
         self._check(request)
         loop = asyncio.get_running_loop()
-        flight = _Flight(Request(request, eos_ids=self._eos_ids), loop.create_future(), on_tokens)
+        flight = _Flight(Request(request, eos_ids=self._eos_ids, guide=guide), loop.create_future(), on_tokens)
         self._flights[flight.request] = flight
         self._by_id[request.id] = flight.request
         self._arrivals.append(flight.request)
@@ -158,6 +163,8 @@ class InferEngine:
                 f"{len(prompt) + params.max_tokens}, the engine holds {self._limit}",
                 hint="shorten the prompt, lower max_tokens, raise model.max_context_tokens or engine.infer.kv_tokens",
             )
+        if bad := [token for token, _ in params.logit_bias if not 0 <= token < self._vocab_size]:
+            raise EngineError(f"request {request.id}: logit_bias for id {bad[0]} outside the vocabulary")
         ids = np.frombuffer(prompt, np.int32)
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise EngineError(f"request {request.id}: prompt ids outside the vocabulary of {self._vocab_size}")
@@ -267,12 +274,13 @@ class InferEngine:
                 plan = self._scheduler.plan(self._weights.version)
                 if not plan:
                     raise EngineError("none of the waiting requests can go on")
-                tokens_N, logprobs_N = self._runner.run(plan)
+                drawn = self._runner.run(plan)
                 self._scheduler.commit(plan)
             except Exception as error:  # a supervisor: the requests of the step end, the loop goes on
                 return _Failed(plan.requests if plan else self._scheduler.requests, error)
-            for request, token, logprob in zip(plan.sampled, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
-                request.append(token, logprob, plan.version)
+            drawn_N = zip(plan.sampled, drawn.tokens, drawn.logprobs, drawn.tops, strict=True)
+            for request, token, logprob, top in drawn_N:
+                request.append(token, logprob, plan.version, top)
             self._count(plan, started)
             return plan
 

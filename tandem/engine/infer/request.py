@@ -13,7 +13,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from tandem.core.types import Completion, FinishReason, GenerateRequest
+from tandem.core.protocols import TokenGuide
+from tandem.core.types import Completion, FinishReason, GenerateRequest, Top
 
 NO_SEAT = -1
 
@@ -22,12 +23,14 @@ class Request:
     """State of one generation."""
 
     __slots__ = (
-        "arrived_s", "blocks", "chain", "chain_version", "clean", "finish_reason", "id", "logprobs", "num_cached",
-        "num_computed", "num_indexed", "num_prompt", "num_tokens", "order", "params", "seat", "seed", "started_s",
-        "stops", "tokens", "versions",
+        "arrived_s", "blocks", "chain", "chain_version", "clean", "finish_reason", "guide", "id", "logprobs",
+        "num_cached", "num_computed", "num_indexed", "num_prompt", "num_tokens", "order", "params", "prompt_logprobs",
+        "prompt_tops", "seat", "seed", "started_s", "stops", "tokens", "tops", "versions",
     )  # fmt: skip
 
-    def __init__(self, request: GenerateRequest, *, eos_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, request: GenerateRequest, *, eos_ids: Collection[int] = (), guide: TokenGuide | None = None
+    ) -> None:
         prompt, params = request.prompt_ids, request.params
         self.id = request.id
         self.params = params
@@ -39,6 +42,10 @@ class Request:
         self.tokens[: len(prompt)] = np.frombuffer(prompt, np.int32)
         self.logprobs = np.empty(params.max_tokens, np.float32)
         self.versions = np.empty(params.max_tokens, np.int32)
+        self.guide = guide
+        self.tops: list[Top] = []
+        self.prompt_logprobs = np.full(len(prompt) - 1, np.nan, np.float32) if params.prompt_logprobs else None
+        self.prompt_tops: dict[int, Top] = {}  # by the place of the token
         self.order = 0  # arrival; the scheduler numbers it
         self.seat = NO_SEAT
         self.blocks: list[int] = []
@@ -56,13 +63,17 @@ class Request:
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(self, token: int, logprob: float, version: int, top: Top | None = None) -> None:
         """Add a sampled token, and end the request if this was its last one."""
         index = self.num_tokens - self.num_prompt
         self.tokens[self.num_tokens] = token
         self.logprobs[index] = logprob
         self.versions[index] = version
         self.num_tokens += 1
+        if top is not None:
+            self.tops.append(top)
+        if self.guide is not None:
+            self.guide.advance(token)
         if token in self.stops:
             self.finish_reason = FinishReason.STOP
         elif index + 1 == self.params.max_tokens:
@@ -72,6 +83,10 @@ class Request:
         """What the caller gets: everything sampled so far."""
         now = time.perf_counter()
         count = self.num_generated
+        scored = self.prompt_logprobs
+        if scored is not None and np.isnan(scored).any():  # aborted before its prompt was computed
+            scored = None
+        with_tops = scored is not None and self.params.top_logprobs > 0
         return Completion(
             request_id=self.id,
             token_ids=array("i", self.tokens[self.num_prompt : self.num_tokens].tobytes()),
@@ -81,4 +96,7 @@ class Request:
             num_cached_tokens=self.num_cached or 0,
             queue_s=(self.started_s or now) - self.arrived_s,
             total_s=now - self.arrived_s,
+            tops=tuple(self.tops) if self.params.top_logprobs else None,
+            prompt_logprobs=None if scored is None else array("f", scored.tobytes()),
+            prompt_tops=tuple(self.prompt_tops[place] for place in range(1, self.num_prompt)) if with_tops else None,
         )

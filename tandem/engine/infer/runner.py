@@ -7,16 +7,30 @@ the key index is the seats' own array, not a copy of it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from tandem.core.types import Top
 from tandem.engine.infer.request import Request
-from tandem.engine.infer.sampler import Draws, sample
-from tandem.engine.infer.scheduler import StepPlan
+from tandem.engine.infer.sampler import Draws, choose, likeliest
+from tandem.engine.infer.scheduler import Chunk, StepPlan
 from tandem.engine.infer.seats import Seats
+from tandem.engine.infer.shaping import is_shaped, shape
+from tandem.kernels.functions import HEAD_CHUNK, row_logprobs
 from tandem.kernels.ops import KeyIndex
 from tandem.models.attention import AttentionContext, KVCache
 from tandem.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step drew, one entry for each of ``plan.sampled``."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    tops: list[Top | None]
 
 
 class Runner:
@@ -29,16 +43,43 @@ class Runner:
         self._slots_L = torch.from_numpy(seats.slots_MN.reshape(-1))
 
     @torch.no_grad()
-    def run(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the plan's tokens; returns a token and its log-probability for each of ``plan.sampled``."""
+    def run(self, plan: StepPlan) -> Sampled:
+        """Compute the plan's tokens; returns what was drawn for each of ``plan.sampled``. Log-probabilities of
+        prompts, where asked for, are written to their requests."""
         context, ids_T, positions_T, rows_N = self._pack(plan)
         hidden_TE = self._model(ids_T, positions_T, context)
+        first = len(plan.decodes)
+        for chunk in plan.chunks:
+            if chunk.request.prompt_logprobs is not None:
+                self._score_prompt(chunk, hidden_TE[first : first + chunk.count])
+            first += chunk.count
         if not len(rows_N):
-            return np.empty(0, np.int64), np.empty(0, np.float32)
+            return Sampled([], [], [])
         if len(rows_N) < len(hidden_TE):
             hidden_TE = hidden_TE.index_select(0, torch.from_numpy(rows_N).to(hidden_TE.device))
         logits_NV = self._model.ops.logits(hidden_TE, self._model.head_weight)
-        return sample(logits_NV, self._draws(plan.sampled))
+        for row, request in enumerate(plan.sampled):
+            if is_shaped(request):
+                shape(logits_NV[row], request)
+        tokens_N, logprobs_N, logp_NV = choose(logits_NV, self._draws(plan.sampled))
+        counts = [request.params.top_logprobs for request in plan.sampled]
+        tops = [likeliest(logp_NV[row], count) if count else None for row, count in enumerate(counts)]
+        return Sampled(tokens_N.tolist(), logprobs_N.tolist(), tops)
+
+    def _score_prompt(self, chunk: Chunk, hidden_CE: torch.Tensor) -> None:
+        """Log-probabilities at temperature 1 of the prompt's tokens that the chunk's rows predict."""
+        request = chunk.request
+        places = range(chunk.start + 1, min(chunk.start + chunk.count + 1, request.num_prompt))
+        assert request.prompt_logprobs is not None
+        for begin in range(0, len(places), HEAD_CHUNK):
+            part = places[begin : begin + HEAD_CHUNK]
+            logits_CV = self._model.ops.logits(hidden_CE[begin : begin + len(part)], self._model.head_weight)
+            logp_CV = row_logprobs(logits_CV, torch.ones(len(part), device=logits_CV.device))
+            tokens_C = torch.from_numpy(request.tokens[part.start : part.stop].astype(np.int64)).to(logp_CV.device)
+            chosen = logp_CV.gather(1, tokens_C[:, None])[:, 0]
+            request.prompt_logprobs[part.start - 1 : part.stop - 1] = chosen.cpu().numpy()
+            if count := request.params.top_logprobs:
+                request.prompt_tops |= {place: likeliest(logp_CV[row], count) for row, place in enumerate(part)}
 
     def _pack(self, plan: StepPlan) -> tuple[AttentionContext, torch.Tensor, torch.Tensor, np.ndarray]:
         seats, num_decodes = self._seats, len(plan.decodes)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.core.types import Top, floats, ids
 from tandem.kernels.functions import row_logprobs
 
 GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -45,6 +46,11 @@ def uniforms(seed_N: np.ndarray, index_N: np.ndarray) -> np.ndarray:
 
 def sample(logits_NV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     """One token a row (int64) and its log-probability (float32)."""
+    return choose(logits_NV, draws)[:2]
+
+
+def choose(logits_NV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    """As ``sample``, with all log-probabilities of the distributions that were sampled (float32 ``[N, V]``)."""
     greedy = draws.temperature_N == 0
     temperature_N = torch.from_numpy(np.where(greedy, np.float32(1), draws.temperature_N)).to(logits_NV.device)
     truncated = ~greedy & ((draws.top_k_N > 0) | (draws.top_p_N < 1))
@@ -52,15 +58,22 @@ def sample(logits_NV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
         _truncate(logits_NV, temperature_N, np.flatnonzero(truncated), draws)
     logp_NV = row_logprobs(logits_NV, temperature_N)
     tokens_N = torch.empty(len(greedy), dtype=torch.int64, device=logits_NV.device)
-    for rows, choose in ((np.flatnonzero(greedy), _greedy), (np.flatnonzero(~greedy), _draw)):
+    for rows, pick in ((np.flatnonzero(greedy), _greedy), (np.flatnonzero(~greedy), _draw)):
         if len(rows) == len(greedy):
-            tokens_N = choose(logp_NV, logits_NV, draws)
+            tokens_N = pick(logp_NV, logits_NV, draws)
         elif len(rows):
             where = torch.from_numpy(rows).to(logits_NV.device)
             part = Draws(*(getattr(draws, name)[rows] for name in Draws.__slots__))
-            tokens_N[where] = choose(logp_NV[where], logits_NV[where], part)
+            tokens_N[where] = pick(logp_NV[where], logits_NV[where], part)
     logprobs_N = logp_NV.gather(1, tokens_N[:, None])[:, 0]
-    return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
+    return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy(), logp_NV
+
+
+def likeliest(logp_V: Tensor, count: int) -> Top:
+    """The ``count`` likeliest tokens of one row; those that cannot come are not among them."""
+    best = torch.topk(logp_V, min(count, logp_V.shape[0]))
+    possible = torch.isfinite(best.values)
+    return Top(token_ids=ids(best.indices[possible].tolist()), logprobs=floats(best.values[possible].tolist()))
 
 
 def _greedy(logp_NV: Tensor, logits_NV: Tensor, draws: Draws) -> Tensor:

@@ -192,7 +192,7 @@ class Scheduler:
     def _match(self, request: Request) -> list[int] | None:
         """Blocks with the request's prefix; None while somebody computes the block that comes next. The last token
         is always computed: its hidden row is what the first new token is sampled from."""
-        if not self._prefix_cache:
+        if not self._prefix_cache or request.prompt_logprobs is not None:  # every row of its prompt is wanted
             return []
         keys = self._chain(request, (request.num_tokens - 1) // self.blocks.block_size)
         hit = self.blocks.match(keys)

@@ -1,0 +1,79 @@
+"""Guides: an answer that follows one fits its grammar, and ends only where it may."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from serve_pieces import END, renderer
+
+from tandem.core.errors import ConfigError
+from tandem.text.guide import Guides
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "ages": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def guides() -> Guides:
+    return Guides(renderer().tokenizer, renderer().stop_token_ids)
+
+
+def walk(guide, seed: int, *, limit: int = 400) -> str:
+    """A random answer among those that the guide allows; short tokens first, so that it comes to an end."""
+    draw, made = random.Random(seed), []
+    end = renderer().tokenizer.special_tokens[END]
+    for _ in range(limit):
+        allowed = np.flatnonzero(guide.allowed())
+        assert len(allowed)
+        token = end if end in allowed and draw.random() < 0.5 else int(draw.choice(allowed))
+        guide.advance(token)
+        if token == end:
+            return renderer().tokenizer.decode(made)
+        made.append(token)
+    raise AssertionError(f"no end after {limit} tokens")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_allowed_answer_fits_the_schema(guides, seed):
+    found = json.loads(walk(guides.json_schema(SCHEMA), seed))
+    assert set(found) == {"name", "ages"} and len(found["name"]) <= 5
+    assert all(isinstance(age, int) for age in found["ages"]) and len(found["ages"]) <= 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_allowed_answer_matches_the_pattern(guides, seed):
+    pattern = r"(yes|no), [0-9]{1,3}"
+    assert re.fullmatch(pattern, walk(guides.regex(pattern), seed))
+
+
+def test_only_the_end_follows_a_whole_answer(guides):
+    guide = guides.regex("AB")
+    words = {renderer().tokenizer.decode([token]) for token in np.flatnonzero(guide.allowed())}
+    assert "AB" in words <= {"A", "AB"}
+    guide.advance(renderer().tokenizer.token_id("AB"))
+    assert set(np.flatnonzero(guide.allowed())) == set(renderer().stop_token_ids)
+
+
+@pytest.mark.parametrize("pattern", ["(", "a(?=b)", r"(a)\1"])
+def test_a_pattern_that_cannot_be_followed_is_refused(guides, pattern):
+    with pytest.raises(ConfigError, match="regular expression cannot be followed"):
+        guides.regex(pattern)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "thing"}, {"$ref": "#/nowhere"}, {"type": "array", "minItems": 3, "maxItems": 1}]
+)
+def test_a_schema_that_cannot_be_followed_is_refused(guides, schema):
+    with pytest.raises(ConfigError, match="JSON schema cannot be followed"):
+        guides.json_schema(schema)
