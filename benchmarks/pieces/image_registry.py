@@ -19,7 +19,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         kind, name = self.path.split("/")[-2:]
-        with (self.folder / ("manifest" if kind == "manifests" else name)).open("rb") as file:
+        place = self.folder / name
+        if kind == "manifests":
+            special = self.folder / f"manifest-{name}"
+            place = special if special.exists() else self.folder / "manifest"
+        with place.open("rb") as file:
             size = file.seek(0, 2)
             start, end = 0, size
             wanted = self.headers.get("Range")

@@ -16,13 +16,14 @@ from pathlib import Path
 
 from tandem.core.boxes import SandboxSpec
 from tandem.core.cache import cache_folder
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, SandboxError
 from tandem.sandbox.backend import Layer, Root, SandboxBackend
 from tandem.sandbox.images import copying
 from tandem.sandbox.images.archive import ArchiveImage
 from tandem.sandbox.images.builder import Builder, BuildOptions
 from tandem.sandbox.images.copying import Context
 from tandem.sandbox.images.dockerfile import Dockerfile, parse
+from tandem.sandbox.images.lazy_parts import export_layout
 from tandem.sandbox.images.manifest import ImageConfig
 from tandem.sandbox.images.pull import Source, pull
 from tandem.sandbox.images.reference import ImageReference
@@ -88,8 +89,11 @@ class ImageLibrary:
         self._credentials = credentials
         self._held: dict[str, Lease] = {}
 
-    async def pull(self, image: str, *, name: str = "", platform: str = "", on_line: Say | None = None) -> Template:
-        """Bring an image of a registry here, under its own name or ``name``.
+    async def pull(
+        self, image: str, *, name: str = "", platform: str = "", lazily: bool = True, on_line: Say | None = None
+    ) -> Template:
+        """Bring an image of a registry here, under its own name or ``name``. ``lazily``: boxes may start before its
+        layers are here, where kernel and registry allow it.
 
         Raises:
             ConfigError: no image name. SandboxUnavailable, SandboxTimeout, SandboxError: as ``registry`` says.
@@ -101,7 +105,7 @@ class ImageLibrary:
             with RegistryImage(
                 reference, allow=self._allow, credentials=self._credentials, timeout_s=PULL_TIMEOUT_S
             ) as source:
-                return self._take(source, str(reference), [name or own], platform, on_line)
+                return self._take(source, str(reference), [name or own], platform, on_line, lazily=lazily)
 
         return await asyncio.to_thread(work)
 
@@ -210,10 +214,24 @@ class ImageLibrary:
         while self._held:
             self._held.popitem()[1].release()
 
-    def _take(self, source: Source, what: str, names: Sequence[str], platform: str, on_line: Say | None) -> Template:
+    async def export(self, name: str, folder: Path, *, tag: str = "latest") -> None:
+        """Write a template as an OCI layout whose layers another machine can load lazily from a registry.
+
+        Raises:
+            SandboxError: it stands on the host's files, or layers are unpacked here.
+        """
+        template = self.index.get(name)
+        if template.host_base:
+            raise SandboxError(f"{name} stands on this machine's files and is no whole image")
+        await asyncio.to_thread(export_layout, self.store, template.config, template.layers, folder, tag=tag)
+
+    def _take(
+        self, source: Source, what: str, names: Sequence[str], platform: str, on_line: Say | None, *,
+        lazily: bool = False,
+    ) -> Template:
         for name in names:
             split_name(name)
-        config = pull(source, self.store, what=what, platform=platform, on_line=on_line)
+        config = pull(source, self.store, what=what, platform=platform, lazily=lazily, on_line=on_line)
         template = Template(
             build_id=uuid.uuid4().hex, layers=list(dict.fromkeys(config.diff_ids)), config=config, source=what,
             created_s=time.time(),

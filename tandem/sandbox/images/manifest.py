@@ -51,6 +51,7 @@ class Manifest(msgspec.Struct, frozen=True, rename="camel"):
     config: Descriptor
     layers: list[Descriptor]
     media_type: str = ""
+    annotations: dict[str, str] = {}
 
 
 class Index(msgspec.Struct, frozen=True, rename="camel"):

@@ -53,6 +53,8 @@ class RegistryImage:
                 hint=f"allowed: {', '.join(allow) or 'none'}",
             )
         self.reference = reference
+        self.allow = list(allow)
+        self.credentials = dict(credentials or {})
         self._base = f"{'http' if reference.loopback else 'https'}://{reference.host}"
         self._user = (credentials or {}).get(reference.registry)
         self._timeout_s = timeout_s
@@ -79,6 +81,15 @@ class RegistryImage:
         if isinstance(found, Index):
             raise SandboxError(f"{what}: an index inside an index")
         return found, digest
+
+    def companion(self, suffix: str) -> Manifest | None:
+        """The manifest of the same name with more to its tag; None where there is none."""
+        try:
+            data, _ = self._document(f"{self.reference.tag or 'latest'}{suffix}")
+        except _Missing:
+            return None
+        found = documents.read_manifest(data, what=f"{self.reference}{suffix}")
+        return found if isinstance(found, Manifest) else None
 
     def read(self, blob: Descriptor) -> bytes:
         """A small blob, checked."""
@@ -209,7 +220,7 @@ class RegistryImage:
                 hint="give a name and password for the registry",
             )
         if code == 404:
-            raise SandboxError(f"there is no image {self.reference}", hint="check name and tag")
+            raise _Missing(f"there is no image {self.reference}", hint="check name and tag")
         raise SandboxError(f"{self.reference.registry} answered HTTP {code}: {text[:300]}")
 
     def _refuse_plain(self, url: httpx.URL) -> None:
@@ -239,6 +250,10 @@ class RegistryImage:
         if not token:
             self._refused(401, "")
         self._token = f"Bearer {token}"
+
+
+class _Missing(SandboxError):
+    """The registry has no such thing."""
 
 
 class _Attempt:

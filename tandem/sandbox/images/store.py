@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +32,7 @@ from tandem.sandbox.images.unpack import unpack
 UNPACKED = "-files"  # of a folder's name
 UNSETTLED = "boot"  # names the boot in which a layer was written, until it is safe on disk
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+FILLING = "filling"  # locked by the worker of a layer that is not whole
 TAR, INDEX, FILES = "layer.tar", "index.erofs", "files"
 WRITES_WAITING = 8
 
@@ -94,7 +95,12 @@ class LayerStore:
         return layer
 
     def _lost(self, folder: Path) -> bool:
-        """Whether the machine went down before a layer was safe on disk: it may hold anything, and is removed."""
+        """Whether a layer may hold anything, and is removed: the machine went down before it was safe on disk, or it
+        was to fill while it is read and its worker is gone."""
+        with suppress(FileNotFoundError), (folder / FILLING).open("rb") as marker, suppress(BlockingIOError):
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (folder / FILLING).exists():
+                return self._remove(folder)
         with suppress(FileNotFoundError):
             if (folder / UNSETTLED).read_text() != _boot_id():
                 return self._remove(folder)
@@ -105,6 +111,25 @@ class LayerStore:
         with tar.open("rb") as file:
             digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
         return self.find(digest) or self.add(digest, _pieces(tar))
+
+    def add_lazy(self, digest: str, size: int, index: bytes, start: Callable[[Path], None]) -> Layer:
+        """Keep a layer whose tar fills while it is read. ``start`` gets the layer's folder, in which tar, index and
+        the marker ``FILLING`` are, and returns when the tar may be read; the marker goes when it is whole."""
+        if self.kind is not LayerKind.EROFS_TAR:
+            raise SandboxError(f"layers are unpacked here ({self.why_unpacked}), so none is lazy")
+        folder = self._place(digest)
+
+        def fill(scratch: Path) -> None:
+            with (scratch / TAR).open("wb") as tar:
+                tar.truncate(size)
+            (scratch / INDEX).write_bytes(index)
+            (scratch / FILLING).touch()
+            (scratch / UNSETTLED).write_text(_boot_id())
+            start(scratch)
+
+        with boundary(SandboxError, f"layer {digest} cannot be kept in {self.folder}", hint="is the disk full?"):
+            make_folder(folder, fill)
+        return Layer(kind=LayerKind.EROFS_TAR, path=folder / INDEX, device=folder / TAR, digest=digest)
 
     @contextmanager
     def using(self, digests: Sequence[str]) -> Iterator[tuple[Layer, ...]]:
