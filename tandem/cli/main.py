@@ -15,7 +15,7 @@ from typing import cast
 import typer
 
 import tandem
-from tandem.cli.commands import config, doctor, evaluate, new, plugins, runs, sandbox, serve, train
+from tandem.cli.commands import config, doctor, evaluate, export, new, plugins, runs, sandbox, serve, train, verify
 from tandem.core.errors import ConfigError, PluginError, TandemError
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
@@ -33,6 +33,8 @@ app = typer.Typer(
 train.add(app)
 evaluate.add(app)
 serve.add(app)
+verify.add(app)
+export.add(app)
 app.add_typer(runs.app, name="runs")
 app.add_typer(config.app, name="config")
 app.add_typer(plugins.app, name="plugins")
