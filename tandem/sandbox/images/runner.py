@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import BuildFailed, SandboxTimeout
-from tandem.sandbox.backend import Box, Layer, Root, SandboxBackend, Start
+from tandem.sandbox.backend import Ability, Box, Layer, Root, SandboxBackend, Start, refuse
 from tandem.sandbox.images.layer_tar import layer_to_tar
 from tandem.sandbox.images.store import LayerStore
 from tandem.sandbox.images.view import open_layer
@@ -42,8 +42,12 @@ async def run_step(
     """Run a command on ``root``; the new layers above it, lowest first (none where it changed nothing).
 
     Raises:
-        BuildFailed: the command's own failure. SandboxError and its kin: the box's.
+        BuildFailed: the command's own failure. SandboxUnavailable: the backend cannot do what a build needs.
+        SandboxError and its kin: the box's.
     """
+    for ability in (Ability.IMAGES, Ability.PROCESSES, Ability.SNAPSHOT):
+        if ability not in backend.abilities:
+            raise refuse(backend.name, ability)
     box = await backend.create(spec, root=root, timeout_s=CREATE_TIMEOUT_S)
     try:
         await _run(box, arguments, environment=environment, user=user, folder=root.folder, timeout_s=timeout_s, say=say)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tandem.core.boxes import SandboxSpec
-from tandem.sandbox.backend import Layer, LayerKind, Outcome, Piece, Root, Start
+from tandem.sandbox.backend import Ability, Layer, LayerKind, Outcome, Piece, Root, Start
 from tandem.sandbox.images.view import open_layer
 
 
@@ -78,12 +78,12 @@ class ChrootBox:
 
 
 class ChrootBackend:
-    """``started`` are the commands that were run, ``open`` the boxes that are not killed yet."""
+    """``boxes`` are all that were made."""
 
     name = "chroot"
+    abilities = frozenset((Ability.IMAGES, Ability.PROCESSES, Ability.SNAPSHOT))
 
     def __init__(self) -> None:
-        self.started: list[str] = []
         self.boxes: list[ChrootBox] = []
 
     async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> ChrootBox:

@@ -17,7 +17,10 @@ import pytest
 from chroot_backend import ChrootBackend
 from image_pieces import Image, Registry, make_tar, member, serving, system_layer
 
+from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import BuildFailed, ConfigError, SandboxError, SandboxUnavailable
+from tandem.sandbox.backend import Ability, Call
+from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.images.library import BuildRequest, ImageLibrary, Lease
 from tandem.sandbox.images.steps import decode_steps
 from tandem.sandbox.images.templates import Template
@@ -229,6 +232,33 @@ def test_steps_of_an_sdk(library, backend, tmp_path):
         build(library, backend, "", steps=steps, base="base:1", uploads=lambda digest: tmp_path / "none")
     with pytest.raises(ConfigError, match="no build steps"):
         decode_steps(b'{"type": 1}')
+
+
+def test_a_box_of_the_namespace_backend_stands_on_an_image(library):
+    async def run() -> tuple[bytes, bytes]:
+        backend = NamespaceBackend()
+        lease = library.lease("base:1")
+        try:
+            box = await backend.create(SandboxSpec(), root=lease.root, timeout_s=20)
+            shell = ["/bin/sh", "-c", "echo $BASE; ls /bin; cat /etc/group; ls /etc/hosts"]
+            call = Call(arguments=shell, folder="/", timeout_s=10, stdout_cap_bytes=5000, stderr_cap_bytes=5000)
+            outcome = await box.call(call)
+            return outcome.stdout, outcome.stderr
+        finally:
+            await backend.close()
+            lease.release()
+
+    if Ability.IMAGES not in NamespaceBackend().abilities:
+        pytest.skip("boxes are made of no images here")
+    out, _ = asyncio.run(run())
+    assert out.startswith(b"1\ncat\nid\nls\nmkdir\nrm\nsh\nstat\nroot:x:0:\nstaff:x:50:\n")
+
+
+def test_a_backend_that_cannot_build_is_refused_by_what_it_lacks(library):
+    backend = ChrootBackend()
+    backend.abilities = frozenset((Ability.IMAGES, Ability.SNAPSHOT))
+    with pytest.raises(SandboxUnavailable, match="chroot backend cannot processes here"):
+        build(library, backend, "FROM base:1\nRUN true")
 
 
 def test_names_tags_and_builds(library):
