@@ -254,6 +254,25 @@ def test_a_box_of_the_namespace_backend_stands_on_an_image(library):
     assert out.startswith(b"1\ncat\nid\nls\nmkdir\nrm\nsh\nstat\nroot:x:0:\nstaff:x:50:\n")
 
 
+def test_a_build_in_boxes_of_the_namespace_backend(library):
+    backend = NamespaceBackend()
+    if missing := {Ability.IMAGES, Ability.PROCESSES, Ability.SNAPSHOT} - backend.abilities:
+        pytest.skip(f"the namespace backend lacks {', '.join(sorted(missing))} here")
+
+    async def run() -> list[str]:
+        lines: list[str] = []
+        request = BuildRequest(names=["made"], file="FROM base:1\nRUN id -u > /who && rm /etc/group && echo said\n")
+        try:
+            await library.build(request, backend, on_line=lines.append)
+        finally:
+            await backend.close()
+        return lines
+
+    assert "said" in asyncio.run(run())
+    found = content(library)
+    assert found["who"] == "644 0:0 b'0\\n'" and "etc/group" not in found
+
+
 def test_a_backend_that_cannot_build_is_refused_by_what_it_lacks(library):
     backend = ChrootBackend()
     backend.abilities = frozenset((Ability.IMAGES, Ability.SNAPSHOT))
