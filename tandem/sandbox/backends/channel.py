@@ -8,11 +8,13 @@ Invariant: every call ends: by its exit frame, by the loss of the box, or by the
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import struct
 from collections.abc import Callable, Mapping
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout
-from tandem.sandbox.backend import Call, CallKind, Outcome
+from tandem.sandbox.backend import Call, CallKind, Outcome, Start
 from tandem.sandbox.backends.frames import (
     EXIT,
     FRAME_MAX,
@@ -25,7 +27,10 @@ from tandem.sandbox.backends.frames import (
     Frame,
     frame,
     run_frame,
+    start_frame,
 )
+from tandem.sandbox.backends.link import Link
+from tandem.sandbox.backends.process import NamespaceProcess
 
 GRACE_S = 10.0
 
@@ -45,8 +50,8 @@ class _Pending:
         self.patience: asyncio.Timeout | None = None
 
 
-class Channel(asyncio.Protocol):
-    """The protocol object of one box's socket. ``hello`` is told once: None, or why the box failed; ``broken`` asks
+class Channel:
+    """One box's socket. ``hello`` is told once: None, or why the box failed; ``broken`` asks
     for the box's burial when its socket is lost or makes no sense, and ``end`` answers when it is done."""
 
     def __init__(
@@ -56,18 +61,20 @@ class Channel(asyncio.Protocol):
         self._hello = hello
         self._broken = broken
         self._fault = ""
-        self._transport: asyncio.Transport | None = None
+        self._transport: Link | None = None
         self._buffer = bytearray()
         self._pending: dict[int, _Pending] = {}
+        self._processes: dict[int, NamespaceProcess] = {}
+        self._sockets: dict[int, asyncio.Future[socket.socket]] = {}
         self._next = 1
         self._lost: str | None = None
         self._paused_at: float | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    def attach(self, sock: socket.socket) -> None:
+        """Speak with the box on its socket; it is closed with the channel."""
+        self._transport = Link(sock, self.data_received, self._link_lost)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _link_lost(self) -> None:
         if self._lost is None:
             self._broken()
 
@@ -81,6 +88,13 @@ class Channel(asyncio.Protocol):
             if not pending.done.done():
                 pending.done.set_exception(self._gone())
         self._pending.clear()
+        for process in self._processes.values():
+            process.on_gone()
+        self._processes.clear()
+        for waiting in self._sockets.values():
+            if not waiting.done():
+                waiting.set_exception(self._gone())
+        self._sockets.clear()
 
     def pause(self) -> None:
         """The box stands still from now on: no deadline passes."""
@@ -114,8 +128,7 @@ class Channel(asyncio.Protocol):
         """Raises SandboxGone, SandboxTimeout (the box keeps no deadlines any more: kill it), SandboxError."""
         if self._lost is not None or self._transport is None:
             raise self._gone()
-        number = self._next
-        self._next = self._next % 0xFFFFFFFF + 1
+        number = self._number()
         pending = _Pending(call, asyncio.get_running_loop().create_future())
         self._transport.write(run_frame(number, call, {**self._environment, **call.environment}))
         self._pending[number] = pending
@@ -136,16 +149,77 @@ class Channel(asyncio.Protocol):
             raise
         finally:
             self._pending.pop(number, None)
-        return Outcome(
-            code=None if code < 0 else code,
-            stdout=bytes(pending.stdout),
-            stderr=bytes(pending.stderr),
-            dropped_bytes=dropped_out + dropped_error,
-            timed_out=bool(flags & TIMED_OUT),
-            started=not flags & NOT_STARTED,
-            oom_killed=bool(flags & OUT_OF_MEMORY),
-            duration_s=duration_us / 1e6,
-        )
+        end = (code, flags, dropped_out, dropped_error, duration_us)
+        return _outcome(end, bytes(pending.stdout), bytes(pending.stderr))
+
+    async def start(self, start: Start) -> NamespaceProcess:
+        """Returns when the command runs. Raises OSError, SandboxGone, SandboxTimeout, SandboxError."""
+        if self._lost is not None or self._transport is None:
+            raise self._gone()
+        number = self._number()
+        process = NamespaceProcess(number, start, self._transport.write, self._gone)
+        self._transport.write(start_frame(number, start, {**self._environment, **start.environment}))
+        self._processes[number] = process
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await asyncio.shield(process.started)
+        except TimeoutError as error:
+            raise SandboxTimeout(
+                f"it did not start a command in {GRACE_S:g} s", hint="the box is killed; create a new one"
+            ) from error
+        except asyncio.CancelledError:
+            self._transport.write(frame(Frame.KILL, number))
+            raise
+        return process
+
+    async def socket(self, kind: Frame, port: int, *, v6: bool = False) -> socket.socket:
+        """A socket of the box: connected to (``CONNECT``) or listening on (``LISTEN``) a port of its loopback.
+        Raises OSError (refused, in use), SandboxGone, SandboxTimeout."""
+        if self._lost is not None or self._transport is None:
+            raise self._gone()
+        number = self._number()
+        waiting = self._sockets[number] = asyncio.get_running_loop().create_future()
+        self._transport.write(frame(kind, number, struct.pack("<II", port, v6)))
+        try:
+            async with asyncio.timeout(GRACE_S):
+                return await waiting
+        except TimeoutError as error:
+            raise SandboxTimeout(f"it gave no socket for port {port} in {GRACE_S:g} s") from error
+        # A caller that left keeps its entry: the socket that comes for it is closed then.
+
+    def _number(self) -> int:
+        number = self._next
+        self._next = self._next % 0xFFFFFFFF + 1
+        return number
+
+    def _on_socket(self, number: int, payload: bytes) -> None:
+        assert self._transport is not None
+        (error,) = struct.unpack("<I", payload)
+        waiting = self._sockets.pop(number, None)
+        if error:
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(OSError(error, os.strerror(error)))
+            return
+        try:
+            sock = self._transport.take()
+        except LookupError as problem:
+            self._fail(str(problem))
+            return
+        if waiting is None or waiting.done():
+            sock.close()
+        else:
+            waiting.set_result(sock)
+
+    def _on_process(self, process: NamespaceProcess, kind: int, number: int, payload: bytes) -> None:
+        if kind == Frame.STARTED:
+            process.on_started(struct.unpack("<I", payload)[0])
+        elif kind in (Frame.STDOUT, Frame.STDERR):
+            process.on_output("stdout" if kind == Frame.STDOUT else "stderr", payload)
+        elif kind == Frame.STDIN_ACK:
+            process.on_window(struct.unpack("<I", payload)[0])
+        elif kind == Frame.EXIT:
+            del self._processes[number]
+            process.on_end(_outcome(EXIT.unpack(payload), b"", b""))
 
     def _feed(self, number: int, pending: _Pending) -> None:
         assert self._transport is not None
@@ -182,6 +256,12 @@ class Channel(asyncio.Protocol):
         if kind == Frame.FAIL:
             self._hello(payload.decode("utf-8", "replace"))
             return
+        if kind == Frame.SOCKET:
+            self._on_socket(number, payload)
+            return
+        if (process := self._processes.get(number)) is not None:
+            self._on_process(process, kind, number, payload)
+            return
         pending = self._pending.get(number)
         if pending is None:
             return  # the tail of a call that was cancelled
@@ -211,3 +291,17 @@ class Channel(asyncio.Protocol):
                 if not pending.done.done():
                     kind_name = type(error).__name__
                     pending.done.set_exception(SandboxError(f"an output listener raised {kind_name}: {error}"))
+
+
+def _outcome(end: tuple[int, int, int, int, int], stdout: bytes, stderr: bytes) -> Outcome:
+    code, flags, dropped_out, dropped_error, duration_us = end
+    return Outcome(
+        code=None if code < 0 else code,
+        stdout=stdout,
+        stderr=stderr,
+        dropped_bytes=dropped_out + dropped_error,
+        timed_out=bool(flags & TIMED_OUT),
+        started=not flags & NOT_STARTED,
+        oom_killed=bool(flags & OUT_OF_MEMORY),
+        duration_s=duration_us / 1e6,
+    )

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 from tandem.core.errors import SandboxError
-from tandem.sandbox.backend import Call, CallKind, Layer, LayerKind
+from tandem.sandbox.backend import Call, CallKind, Layer, LayerKind, Start
 from tandem.sandbox.backends.template import Step
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME_MAX = 1 << 20
 STDIN_WINDOW = 256 * 1024
 HEAD = struct.Struct("<IBI")
@@ -26,6 +26,10 @@ class Frame(IntEnum):
     RUN = 1
     STDIN = 2
     KILL = 3
+    SIGNAL = 4
+    RESIZE = 5
+    CONNECT = 6
+    LISTEN = 7
     SLEPT = 15
     HELLO = 16
     FAIL = 17
@@ -33,9 +37,13 @@ class Frame(IntEnum):
     STDERR = 19
     EXIT = 20
     STDIN_ACK = 21
+    STARTED = 22
+    SOCKET = 23
 
 
 TIMED_OUT, OUT_OF_MEMORY, NOT_STARTED, KILLED = 1, 2, 4, 8
+AS_ROOT, LONG_LIVED, ON_TERMINAL = 1, 2, 4
+NO_CAP = 2**64 - 1
 
 
 def text(value: str | bytes) -> bytes:
@@ -49,19 +57,34 @@ def frame(kind: Frame, command: int, payload: bytes = b"") -> bytes:
 
 def run_frame(command: int, call: Call, environment: Mapping[str, str]) -> bytes:
     """Raises ``SandboxError`` for strings that no command line can carry."""
+    has_input = bool(call.stdin) or call.kind is CallKind.WRITE
+    head = call.kind.encode() + struct.pack(
+        "<IQQBBII", milliseconds(call.timeout_s), call.stdout_cap_bytes, call.stderr_cap_bytes, has_input, 0, 0, 0
+    )
+    return _run(command, head, call.folder, call.arguments, environment)
+
+
+def start_frame(command: int, start: Start, environment: Mapping[str, str]) -> bytes:
+    """Raises ``SandboxError`` for strings that no command line can carry."""
+    options = LONG_LIVED | (AS_ROOT if start.user == "root" else 0) | (ON_TERMINAL if start.terminal else 0)
+    timeout_ms = 0 if start.timeout_s is None else milliseconds(start.timeout_s)
+    size = (start.terminal.columns, start.terminal.rows) if start.terminal else (0, 0)
+    head = CallKind.RUN.encode() + struct.pack(
+        "<IQQBBII", timeout_ms, NO_CAP, NO_CAP, start.stdin, options, *size
+    )
+    return _run(command, head, start.folder, start.arguments, environment)
+
+
+def milliseconds(seconds: float) -> int:
+    return min(max(1, round(seconds * 1000)), 2**31)
+
+
+def _run(command: int, head: bytes, folder: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bytes:
     pairs = [f"{name}={value}" for name, value in environment.items()]
-    for value in (*call.arguments, *pairs, call.folder):
+    for value in (*arguments, *pairs, folder):
         if "\0" in value:
             raise SandboxError(f"a command cannot carry a NUL character: {value[:80]!r}")
-    timeout_ms = min(max(1, round(call.timeout_s * 1000)), 2**31)
-    has_input = bool(call.stdin) or call.kind is CallKind.WRITE
-    payload = b"".join((
-        call.kind.encode(),
-        struct.pack("<IQQB", timeout_ms, call.stdout_cap_bytes, call.stderr_cap_bytes, has_input),
-        text(call.folder),
-        _strings(call.arguments),
-        _strings(pairs),
-    ))
+    payload = b"".join((head, text(folder), _strings(arguments), _strings(pairs)))
     if len(payload) + 5 > FRAME_MAX:
         raise SandboxError(
             f"the command line is {len(payload)} bytes; at most {FRAME_MAX}",

@@ -58,7 +58,7 @@ class NamespaceBackend:
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        found = {Ability.PAUSE}
+        found = {Ability.PAUSE, Ability.PROCESSES, Ability.TERMINAL, Ability.PORTS}
         if has_swap():
             found.add(Ability.COLD_PAUSE)
         if layers_work():
@@ -178,7 +178,7 @@ class NamespaceBackend:
     async def _connect(self, box: NamespaceBox, end: socket.socket) -> None:
         channel = box.channel
         assert channel is not None
-        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=end)
+        channel.attach(end)
 
     def bury(self, number: int) -> None:
         if self._keeper is not None:

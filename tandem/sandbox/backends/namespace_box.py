@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.core.boxes import SandboxSpec
-from tandem.core.errors import SandboxGone, SandboxTimeout, SnapshotError
-from tandem.sandbox.backend import Ability, Call, Layer, Outcome, Root, refuse
+from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SnapshotError
+from tandem.sandbox.backend import Ability, Call, Layer, Outcome, Root, Start, refuse
 from tandem.sandbox.backends.cgroups import Cgroups
 from tandem.sandbox.backends.channel import Channel
+from tandem.sandbox.backends.frames import Frame
 from tandem.sandbox.backends.freezer import Freezer
 from tandem.sandbox.backends.frozen import NamespaceFrozen, copy_layer
 from tandem.sandbox.backends.keeper import BusyFiles, Keeper
+from tandem.sandbox.backends.link import opened
+from tandem.sandbox.backends.process import NamespaceProcess
 
 KILL_TIMEOUT_S = 15.0
 
@@ -61,6 +64,29 @@ class NamespaceBox:
         if outcome.oom_killed or self._oom_kills() == oom_before:
             return outcome
         return replace(outcome, oom_killed=True)
+
+    async def start(self, start: Start) -> NamespaceProcess:
+        try:
+            return await self._alive().start(start)
+        except SandboxTimeout:
+            self._around.keeper.kill(self._number)
+            raise
+
+    async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            return await opened(await self._alive().socket(Frame.CONNECT, port))
+        except ConnectionRefusedError as refused:
+            try:
+                return await opened(await self._alive().socket(Frame.CONNECT, port, v6=True))
+            except SandboxError:
+                raise
+            except OSError as error:  # the box may have no IPv6
+                raise refused from error
+
+    def _alive(self) -> Channel:
+        if self.channel is None or self.gone.done():
+            raise SandboxGone("it is gone", hint="create a new one")
+        return self.channel
 
     async def pause(self, *, cold: bool = False) -> None:
         """Raises SandboxGone, SandboxError (it does not stand still), SandboxUnavailable (``cold`` without swap)."""

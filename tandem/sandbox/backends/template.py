@@ -27,8 +27,8 @@ READ_ONLY = ("sys", "irq", "bus", "fs")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """``kind``: d folder, h folder of the user, f file, l link, b host tree read-only, n device, p proc,
-    m hide, r make read-only (see the box program's setup)."""
+    """``kind``: d folder, h folder of the user, f file, l link, b host tree read-only, n device, t terminals,
+    p proc, m hide, r make read-only (see the box program's setup)."""
 
     kind: str
     path: str
@@ -65,6 +65,8 @@ def _machine() -> list[Step]:
         Step("l", "dev/stdin", b"/proc/self/fd/0"),
         Step("l", "dev/stdout", b"/proc/self/fd/1"),
         Step("l", "dev/stderr", b"/proc/self/fd/2"),
+        Step("t", "dev/pts"),
+        Step("l", "dev/ptmx", b"pts/ptmx"),
         Step("p", "proc"),
     ]
     steps += [Step("m", f"proc/{name}") for name in HIDDEN if Path(f"/proc/{name}").exists()]

@@ -13,18 +13,35 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { MAX_COMMANDS = 128, OUT_SIZE = 512 * 1024, CHUNK = 64 * 1024, OUT_RESERVE = 64 * 1024, WATCH_MS = 25 };
+enum { MAX_COMMANDS = 128, OUT_SIZE = 512 * 1024, CHUNK = 64 * 1024, OUT_RESERVE = 64 * 1024, WATCH_MS = 25,
+       MAX_RIGHTS = 64 };
 
 static struct command commands[MAX_COMMANDS];
 static uint8_t in[FRAME_MAX + FRAME_HEAD], out[OUT_SIZE], chunk[CHUNK];
 static size_t in_length, out_start, out_length;
-static int sock;
+static int sock, rights[MAX_RIGHTS]; /* sockets for the supervisor: they go out before the frames that name them */
+static size_t num_rights;
 
 static size_t out_free(void) { return OUT_SIZE - out_length; }
 
+static ssize_t send_out(void) {
+    if (!num_rights) return send(sock, out + out_start, out_length, MSG_NOSIGNAL | MSG_DONTWAIT);
+    union { struct cmsghdr head; char space[CMSG_SPACE(sizeof(int))]; } extra = { 0 };
+    struct iovec part = { out + out_start, num_rights > 1 ? 1 : out_length };
+    struct msghdr head = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra };
+    extra.head = (struct cmsghdr){ .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int)) };
+    memcpy(CMSG_DATA(&extra.head), &rights[0], sizeof(int));
+    ssize_t done = sendmsg(sock, &head, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (done > 0) {
+        close(rights[0]);
+        memmove(rights, rights + 1, --num_rights * sizeof *rights);
+    }
+    return done;
+}
+
 static void flush(void) {
     while (out_length) {
-        ssize_t done = send(sock, out + out_start, out_length, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t done = send_out();
         if (done < 0) {
             if (errno == EINTR) continue;
             if (errno == EAGAIN) return;
@@ -70,7 +87,7 @@ static struct command *find(uint32_t id) {
 }
 
 static void kill_command(struct command *command, int flag) {
-    if (command->exited) return;
+    if (command->gone) return;
     command->flags |= flag;
     command->deadline_us = INT64_MAX;
     tree_kill(command->shim);
@@ -92,6 +109,35 @@ static void kill_strays(void) {
     tree_kill_strays(shims, count);
 }
 
+/* The command has ended: what its pipes hold now is the last that counts. */
+static void note_exit(struct command *command, int code) {
+    if (command->exited) return;
+    command->exited = true;
+    command->code = code;
+    for (int stream = 0; stream < 2; stream++) {
+        int held = 0;
+        if (command->pipe[stream] >= 0) ioctl(command->pipe[stream], FIONREAD, &held);
+        command->rest[stream] = held;
+    }
+}
+
+/* What the shims of long-lived commands say; before their ends are noticed, for a word outlives its shim. */
+static void hear(struct command *command) {
+    struct shim_word word;
+    while (command->status >= 0 && read(command->status, &word, sizeof word) == sizeof word) {
+        uint8_t pid[4];
+        if (word.kind == 'S') note_exit(command, word.value);
+        if (word.kind == 'E') {
+            command->flags |= NOT_STARTED;
+            note_exit(command, word.value);
+        }
+        if (word.kind != 'P') continue;
+        command->main = word.value;
+        put_u32(pid, word.value);
+        emit(STARTED, command->id, pid, sizeof pid);
+    }
+}
+
 static void reap(void) {
     int status;
     pid_t pid;
@@ -99,14 +145,10 @@ static void reap(void) {
     while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
         for (int i = 0; i < MAX_COMMANDS; i++) {
             struct command *command = &commands[i];
-            if (!command->used || command->exited || command->shim != pid) continue;
-            command->exited = true;
-            for (int stream = 0; stream < 2; stream++) {
-                int held = 0;
-                if (command->pipe[stream] >= 0) ioctl(command->pipe[stream], FIONREAD, &held);
-                command->rest[stream] = held;
-            }
-            command->code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+            if (!command->used || command->gone || command->shim != pid) continue;
+            hear(command);
+            note_exit(command, WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+            command->gone = true;
             /* A shim that dies by a signal nobody here sent was killed by its command: what it held is loose. */
             strays = strays || (command->is_shim && WIFSIGNALED(status) && !(command->flags & (TIMED_OUT | KILLED)));
         }
@@ -120,7 +162,8 @@ static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_u
         if (!commands[i].used) command = &commands[i];
     struct command none = { 0 };
     if (!command) command = &none;
-    *command = (struct command){ .used = true, .id = id, .pipe = { -1, -1 }, .input = -1, .started_us = now_us() };
+    *command = (struct command){ .used = true, .id = id, .pipe = { -1, -1 }, .input = -1, .status = -1,
+                                 .started_us = now_us() };
     int error = EAGAIN;
     for (int tries = 0; command != &none && error == EAGAIN && tries < 25; tries++) {
         if (command_start(command, c, work_id, switch_user)) return;
@@ -130,8 +173,8 @@ static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_u
         reap();
     }
     const char *reason = strerror(error);
-    emit(STDERR, id, reason, strlen(reason));
-    command->code = 126;
+    if (!command->is_long) emit(STDERR, id, reason, strlen(reason));
+    command->code = command->is_long ? error : 126;
     command->flags = NOT_STARTED;
     report(command);
     command_close(command);
@@ -186,8 +229,8 @@ static void slept(const uint8_t *data) {
     struct cursor c = { data, data + 8, false };
     int64_t length_us = (int64_t)get_u64(&c);
     for (int i = 0; i < MAX_COMMANDS; i++)
-        if (commands[i].used && !commands[i].exited && commands[i].deadline_us != INT64_MAX) {
-            commands[i].deadline_us += length_us;
+        if (commands[i].used && !commands[i].gone) {
+            if (commands[i].deadline_us != INT64_MAX) commands[i].deadline_us += length_us;
             commands[i].started_us += length_us;
         }
 }
@@ -197,6 +240,24 @@ static bool receive(void) {
     if (length == 0 || (length < 0 && errno != EAGAIN && errno != EINTR)) _exit(0);
     if (length > 0) in_length += length;
     return length > 0;
+}
+
+/* To the group that the command leads; SIGKILL to all below its shim, whatever group they made for themselves. */
+static void on_signal(struct command *command, int number) {
+    if (!command || !command->main || command->exited) return;
+    if (number == SIGKILL) tree_kill(command->shim);
+    else kill(-command->main, number);
+}
+
+static void on_port(uint32_t id, struct cursor c, bool listens) {
+    uint32_t port = get_u32(&c), v6 = get_u32(&c);
+    uint8_t data[4];
+    int fd = -1;
+    errno = EAGAIN;
+    if (num_rights < MAX_RIGHTS) fd = listens ? port_listen(port) : port_connect(port, v6);
+    put_u32(data, fd < 0 ? errno : 0);
+    if (fd >= 0) rights[num_rights++] = fd;
+    emit(SOCKET, id, data, sizeof data);
 }
 
 static void on_frames(uint32_t work_id, bool switch_user) {
@@ -215,6 +276,13 @@ static void on_frames(uint32_t work_id, bool switch_user) {
         else if (type == STDIN) on_stdin(find(id), data, size);
         else if (type == KILL && find(id)) kill_command(find(id), KILLED);
         else if (type == SLEPT && size == 8) slept(data);
+        struct cursor c = { data, data + size, false };
+        if (type == SIGNAL) on_signal(find(id), get_u32(&c));
+        else if (type == CONNECT || type == LISTEN) on_port(id, c, type == LISTEN);
+        else if (type == RESIZE && find(id) && find(id)->on_terminal) {
+            uint32_t columns = get_u32(&c), rows = get_u32(&c);
+            terminal_resize(find(id)->pipe[0], columns, rows);
+        }
         at += 4 + length;
     }
     memmove(in, in + at, in_length - at);
@@ -269,7 +337,7 @@ static void finish(void) {
         }
         for (int stream = 0; stream < 2; stream++) /* the last holder may have ended */
             if (command->reported && command->pipe[stream] >= 0) drain(command, stream);
-        if (command->reported && command->pipe[0] < 0 && command->pipe[1] < 0) command_close(command);
+        if (command->gone && command->reported && command->pipe[0] < 0 && command->pipe[1] < 0) command_close(command);
     }
 }
 
@@ -294,7 +362,7 @@ static void watch_memory(uint64_t limit) {
 
 static bool deadline_passed(void) {
     for (int i = 0; i < MAX_COMMANDS; i++)
-        if (commands[i].used && !commands[i].exited && commands[i].deadline_us <= now_us()) return true;
+        if (commands[i].used && !commands[i].gone && commands[i].deadline_us <= now_us()) return true;
     return false;
 }
 
@@ -302,7 +370,7 @@ static int64_t next_deadline(void) {
     int64_t next = INT64_MAX, now = now_us();
     for (int i = 0; i < MAX_COMMANDS; i++) {
         struct command *command = &commands[i];
-        if (!command->used || command->exited) continue;
+        if (!command->used || command->gone) continue;
         if (command->deadline_us <= now) kill_command(command, TIMED_OUT);
         else if (command->deadline_us < next) next = command->deadline_us;
     }
@@ -334,6 +402,10 @@ static size_t gather(struct pollfd *sources, struct command **owners) {
                 owners[count] = command;
                 sources[count++] = (struct pollfd){ command->pipe[stream], POLLIN, 0 };
             }
+        if (command->status >= 0 && !command->exited) {
+            owners[count] = command;
+            sources[count++] = (struct pollfd){ command->status, POLLIN, 0 };
+        }
         if (command->input >= 0 && command->pending_length) {
             owners[count] = command;
             sources[count++] = (struct pollfd){ command->input, POLLOUT, 0 };
@@ -345,13 +417,14 @@ static size_t gather(struct pollfd *sources, struct command **owners) {
 static void serve(struct pollfd *source, struct command *command) {
     if (!command->used || !source->revents) return;
     if (source->fd == command->input) feed(command);
+    if (source->fd == command->status) hear(command);
     for (int stream = 0; stream < 2; stream++)
         if (source->fd == command->pipe[stream] && !(command->exited && !command->reported)) drain(command, stream);
 }
 
 void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) {
-    static struct pollfd sources[2 + 3 * MAX_COMMANDS];
-    static struct command *owners[2 + 3 * MAX_COMMANDS];
+    static struct pollfd sources[2 + 4 * MAX_COMMANDS];
+    static struct command *owners[2 + 4 * MAX_COMMANDS];
     sigset_t mask;
     sigfillset(&mask);
     sigprocmask(SIG_SETMASK, &mask, NULL);

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-enum { PROTOCOL = 1, AGENT_FD = 3 };
+enum { PROTOCOL = 2, AGENT_FD = 3 };
 
 /* ---- wire.c: a cursor over a message. Strings are u32 length, bytes, NUL, and are used in place. */
 struct cursor { const uint8_t *at, *end; bool bad; };
@@ -25,8 +25,10 @@ bool read_small(const char *path, char *buffer, size_t size);       /* NUL-termi
 
 /* ---- agent frames: u32 length of what follows, u8 type, u32 command id, payload */
 enum { FRAME_HEAD = 9, FRAME_MAX = 1 << 20 };
-enum { RUN = 1, STDIN = 2, KILL = 3, SLEPT = 15 };                                         /* to the agent */
-enum { HELLO = 16, FAIL = 17, STDOUT = 18, STDERR = 19, EXIT = 20, STDIN_ACK = 21 }; /* from it */
+enum { RUN = 1, STDIN = 2, KILL = 3, SIGNAL = 4, RESIZE = 5, CONNECT = 6, LISTEN = 7, SLEPT = 15 }; /* to the agent */
+enum { HELLO = 16, FAIL = 17, STDOUT = 18, STDERR = 19, EXIT = 20, STDIN_ACK = 21,     /* from it */
+       STARTED = 22, SOCKET = 23 };
+enum { AS_ROOT = 1, LONG_LIVED = 2, ON_TERMINAL = 4 };                              /* options of RUN */
 enum { TIMED_OUT = 1, OUT_OF_MEMORY = 2, NOT_STARTED = 4, KILLED = 8 };             /* flags of EXIT */
 
 /* ---- what a create message says; pointers go into the message */
@@ -73,9 +75,11 @@ int file_operation(int kind, const char *path, uint64_t max_bytes); /* in the bo
 
 /* ---- command.c: one command of the box */
 struct command {
-    bool used, is_shim, exited, reported;
+    bool used, is_shim, exited, reported, gone; /* exited: the command; gone: its shim, too */
     uint32_t id;
-    pid_t shim;
+    pid_t shim, main;            /* main: 0 until a long-lived command runs */
+    bool is_long, on_terminal;
+    int status;                  /* what the shim of a long-lived command tells: see command.c; -1 otherwise */
     int pipe[2], input;          /* stdout and stderr to read, stdin to write; -1 when closed */
     uint64_t cap[2], sent[2], dropped[2];
     size_t rest[2];              /* when exited: what the pipes still held at that time */
@@ -89,6 +93,15 @@ enum { STDIN_WINDOW = 256 * 1024 };
 int64_t now_us(void);
 bool command_start(struct command *command, struct cursor message, uint32_t work_id, bool switch_user); /* or errno */
 void command_close(struct command *command);
+
+/* What a shim says of a long-lived command, in one write each. */
+struct shim_word { uint8_t kind; int32_t value; }; /* 'P' pid, 'E' errno of a failed start, 'S' exit code */
+
+/* ---- terminal.c, ports.c: false or -1, and errno */
+bool terminal_open(int *master, int *slave, uint32_t owner, uint32_t columns, uint32_t rows);
+bool terminal_resize(int master, uint32_t columns, uint32_t rows);
+int port_connect(uint32_t port, bool v6); /* the connection may still be under way */
+int port_listen(uint32_t port);
 
 /* ---- tree.c: the processes of this pid namespace */
 struct process { pid_t pid, parent; uint64_t anonymous_bytes; };

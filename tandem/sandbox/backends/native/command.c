@@ -1,5 +1,6 @@
 /* Starts one command. Agent -> shim -> command: the shim is a child subreaper in front of the command, so that all
- * its descendants stay below the shim; it waits for the command only, and ends with its exit code. */
+ * its descendants stay below the shim; it waits for the command only, and ends with its exit code. The shim of a
+ * long-lived command with a deadline tells the code and stays while anything is below it: the deadline is theirs. */
 #include "box.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -8,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -23,7 +25,7 @@ struct plan { /* what the child does; strings are in the message */
     const char *folder;
     char *argv[MAX_STRINGS], *envp[MAX_STRINGS];
     uint32_t work_id;
-    bool switch_user;
+    bool switch_user, is_long, on_terminal, lingers;
 };
 static struct plan plan;
 
@@ -82,6 +84,7 @@ static pid_t try_start(void) {
     pid_t child = vfork(); /* shares this process's memory until exec: nothing here is needed afterwards */
     if (child == 0) {
         setsid();
+        if (plan.on_terminal && ioctl(0, TIOCSCTTY, 0)) give_up("take the terminal");
         become_command();
         run_program();
     }
@@ -89,6 +92,13 @@ static pid_t try_start(void) {
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0); /* the child had to lift it, in our shared memory */
     if (child > 0 && failed_errno) waitpid(child, NULL, 0);
     return failed_errno ? -1 : child;
+}
+
+enum { STATUS_FD = 3 };
+
+static void tell(uint8_t kind, int32_t value) {
+    struct shim_word word = { kind, value };
+    if (plan.is_long && write(STATUS_FD, &word, sizeof word) < 0) _exit(125);
 }
 
 static void shim(void) {
@@ -101,6 +111,7 @@ static void shim(void) {
         usleep(5000);
     }
     if (child < 0) {
+        tell('E', failed_errno);
         char text[512];
         int length = snprintf(text, sizeof text, "box: %s: %s\n", failed_step, strerror(failed_errno));
         if (length >= (int)sizeof text) length = sizeof text - 1;
@@ -108,59 +119,95 @@ static void shim(void) {
         _exit(failed_errno == ENOENT && failed_step == plan.argv[0] ? 127 : 126);
     }
     for (int fd = 0; fd < 3; fd++) close(fd);
-    for (;;) {
+    tell('P', child);
+    for (int code = 125;;) {
         int status;
         pid_t pid = waitpid(-1, &status, 0);
-        if (pid == child) _exit(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
-        if (pid < 0 && errno != EINTR) _exit(125);
+        if (pid == child) {
+            code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+            tell('S', code);
+            if (!plan.lingers) _exit(code);
+        }
+        if (pid < 0 && errno != EINTR) _exit(code);
     }
 }
 
-static void child_main(int in, int out, int error) {
+static void child_main(int in, int out, int error, int status) {
     dup2(in, 0);
     dup2(out, 1);
     dup2(error, 2);
-    syscall(__NR_close_range, 3, ~0u, 0);
+    if (status >= 0) { /* never below 4: the agent's socket is 3 */
+        dup2(status, STATUS_FD);
+        fcntl(STATUS_FD, F_SETFD, FD_CLOEXEC);
+    }
+    syscall(__NR_close_range, status >= 0 ? STATUS_FD + 1 : STATUS_FD, ~0u, 0);
     if (plan.kind == FILE_EXEC) shim();
     become_command();
     if (chdir(plan.folder)) _exit(errno);
     _exit(file_operation(plan.kind, plan.argv[0], plan.max_bytes));
 }
 
+static void close_all(int (*pairs)[2], int count) {
+    for (int i = 0; i < count; i++)
+        for (int end = 0; end < 2; end++)
+            if (pairs[i][end] >= 0) close(pairs[i][end]);
+}
+
+/* Pairs: stdin, stdout, stderr, status; [i][0] is read, [i][1] written. A terminal is stdin and stdout at once. */
+static bool open_pairs(int (*pairs)[2], bool has_input, uint32_t columns, uint32_t rows) {
+    if (plan.is_long && pipe2(pairs[3], O_CLOEXEC)) return false;
+    if (!plan.on_terminal)
+        return !pipe2(pairs[1], O_CLOEXEC) && !pipe2(pairs[2], O_CLOEXEC) && (!has_input || !pipe2(pairs[0], O_CLOEXEC));
+    uint32_t owner = plan.switch_user ? plan.work_id : (uint32_t)geteuid();
+    if (!terminal_open(&pairs[1][0], &pairs[1][1], owner, columns, rows)) return false;
+    pairs[0][1] = fcntl(pairs[1][0], F_DUPFD_CLOEXEC, 4);
+    pairs[0][0] = fcntl(pairs[1][1], F_DUPFD_CLOEXEC, 4);
+    return pairs[0][0] >= 0 && pairs[0][1] >= 0;
+}
+
 bool command_start(struct command *command, struct cursor c, uint32_t work_id, bool switch_user) {
-    int pipes[3][2] = { { -1, -1 }, { -1, -1 }, { -1, -1 } };
+    int pairs[4][2] = { { -1, -1 }, { -1, -1 }, { -1, -1 }, { -1, -1 } };
     plan.kind = get_u8(&c);
-    uint32_t timeout_ms = get_u32(&c);
+    uint32_t timeout_ms = get_u32(&c); /* 0: none */
     command->cap[0] = plan.max_bytes = get_u64(&c);
     command->cap[1] = get_u64(&c);
     bool has_input = get_u8(&c);
+    uint8_t options = get_u8(&c);
+    uint32_t columns = get_u32(&c), rows = get_u32(&c);
     plan.folder = get_str(&c, NULL);
     plan.work_id = work_id;
-    plan.switch_user = switch_user;
+    plan.switch_user = switch_user && !(options & AS_ROOT);
+    command->is_long = plan.is_long = options & LONG_LIVED;
+    command->on_terminal = plan.on_terminal = options & ON_TERMINAL;
+    plan.lingers = plan.is_long && timeout_ms;
     errno = E2BIG;
     if (!read_strings(&c, plan.argv) || !read_strings(&c, plan.envp) || !plan.argv[0]) return false;
+    errno = EPERM;
+    if ((options & AS_ROOT) && !switch_user) return false; /* there is one id only */
 
-    bool good = !pipe2(pipes[1], O_CLOEXEC) && !pipe2(pipes[2], O_CLOEXEC) && (!has_input || !pipe2(pipes[0], O_CLOEXEC));
+    bool good = open_pairs(pairs, has_input, columns, rows);
     pid_t pid = good ? fork() : -1;
-    if (pid == 0) child_main(has_input ? pipes[0][0] : 0, pipes[1][1], pipes[2][1]);
-    int error = errno;
-    for (int i = 0; i < 3; i++) {
-        int theirs = i == 0 ? 0 : 1;
-        if (pipes[i][theirs] >= 0) close(pipes[i][theirs]);
-        if (pid < 0 && pipes[i][!theirs] >= 0) close(pipes[i][!theirs]);
+    if (pid == 0)
+        child_main(pairs[0][0] >= 0 ? pairs[0][0] : 0, pairs[1][1], plan.on_terminal ? pairs[1][1] : pairs[2][1],
+                   pairs[3][1]);
+    if (pid < 0) {
+        int error = errno;
+        close_all(pairs, 4);
+        errno = error;
+        return false;
     }
-    errno = error;
-    if (pid < 0) return false;
+    for (int i = 0; i < 4; i++)
+        if (pairs[i][i == 0 ? 0 : 1] >= 0) close(pairs[i][i == 0 ? 0 : 1]);
     command->shim = pid;
     command->is_shim = plan.kind == FILE_EXEC;
-    command->input = pipes[0][1];
-    for (int i = 0; i < 2; i++) {
-        command->pipe[i] = pipes[i + 1][0];
-        fcntl(command->pipe[i], F_SETFL, O_NONBLOCK);
-    }
-    if (command->input >= 0) fcntl(command->input, F_SETFL, O_NONBLOCK);
+    command->input = pairs[0][1];
+    command->status = pairs[3][0];
+    for (int i = 0; i < 2; i++) command->pipe[i] = pairs[i + 1][0];
+    int ours[] = { command->pipe[0], command->pipe[1], command->input, command->status };
+    for (int i = 0; i < 4; i++)
+        if (ours[i] >= 0) fcntl(ours[i], F_SETFL, O_NONBLOCK);
     command->started_us = now_us();
-    command->deadline_us = command->started_us + (int64_t)timeout_ms * 1000;
+    command->deadline_us = timeout_ms ? command->started_us + (int64_t)timeout_ms * 1000 : INT64_MAX;
     return true;
 }
 
@@ -168,6 +215,7 @@ void command_close(struct command *command) {
     for (int i = 0; i < 2; i++)
         if (command->pipe[i] >= 0) close(command->pipe[i]);
     if (command->input >= 0) close(command->input);
+    if (command->status >= 0) close(command->status);
     free(command->pending);
     memset(command, 0, sizeof *command);
 }

@@ -98,6 +98,11 @@ static void apply(const struct op *op) {
     case 'p':
         check(!mount("proc", op->path, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL), "mount", op->path);
         break;
+    case 't': /* terminals of its own */
+        check(!mkdir(op->path, 0755) || errno == EEXIST, "make", op->path);
+        check(!mount("devpts", op->path, "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620"), "mount",
+              op->path);
+        break;
     case 'm': /* hide a file, where there is one */
         if (lstat(op->path, &info)) break;
         check(!mount("dev/null", op->path, NULL, MS_BIND, NULL), "hide", op->path);
@@ -168,9 +173,11 @@ static void set_limits(const struct box_spec *spec) {
 }
 
 static void drop_powers(bool switch_user) {
-    uint64_t keep = switch_user ? 1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL : 0;
+    /* The agent's, and those of the box's root over the box's own files; its user has none of them. */
+    uint64_t keep = !switch_user ? 0 : 1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL | 1ull << CAP_CHOWN |
+                                       1ull << CAP_DAC_OVERRIDE | 1ull << CAP_FOWNER | 1ull << CAP_FSETID;
     for (int capability = 0; capability < 64; capability++)
-        if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) && errno != EINVAL) fail("drop", "bounding set");
+        if (!(keep >> capability & 1) && prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) && errno != EINVAL) fail("drop", "bounding set");
     check(!prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "drop", "ambient set");
     struct __user_cap_header_struct head = { _LINUX_CAPABILITY_VERSION_3, 0 };
     struct __user_cap_data_struct data[2] = { { 0 }, { 0 } };
