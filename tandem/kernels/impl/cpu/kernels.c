@@ -45,13 +45,48 @@ static inline void store1(void *base, int64_t at, float value, int type) {
   else ((uint16_t *)base)[at] = narrow(value);
 }
 
+static inline void store16(void *base, int64_t at, vec value, int type) {
+  if (type == FLOAT32) {
+    *(vec *)((float *)base + at) = value;
+    return;
+  }
+  word_vec word = (word_vec)value, up = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+  word_vec odd = (word_vec)((word & 0x7fffffffu) > 0x7f800000u); /* not a number */
+  *(half_vec *)((uint16_t *)base + at) = __builtin_convertvector((up & ~odd) | (odd & 0x7fc0u), half_vec);
+}
+
+/* Each folds two vectors once, lower onto upper parts of 8, 4, 2 and 1 lanes, and puts the results side by side. */
+static inline vec fold8(vec a, vec b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+static inline vec fold4(vec a, vec b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+static inline vec fold2(vec a, vec b) {
+  return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+         __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+}
+static inline vec fold1(vec a, vec b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 /* Sum of the lanes in one fixed tree. */
 static inline float lane_sum(vec v) {
-  float a[LANES];
-  memcpy(a, &v, sizeof a);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) a[i] += a[i + width];
-  return a[0];
+  v = fold8(v, v);
+  v = fold4(v, v);
+  v = fold2(v, v);
+  return fold1(v, v)[0];
+}
+
+/* The lane sums of 16 vectors, each in the tree of ``lane_sum``. */
+static inline vec lane_sums(const vec *v) {
+  vec a[8], b[4];
+  for (int i = 0; i < 8; i++) a[i] = fold8(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 4; i++) b[i] = fold4(a[2 * i], a[2 * i + 1]);
+  return fold1(fold2(b[0], b[1]), fold2(b[2], b[3]));
 }
 
 /* exp of 16 floats by range reduction and a polynomial of degree 6; below -87 the result is 0. */
@@ -102,30 +137,68 @@ static inline int64_t first_key(const Attention *a, int64_t row) {
   return a->window && count > a->window ? count - a->window : 0;
 }
 
+/* out += weights[j] * values[j], in order of j, for ``width`` rows of values. */
+static inline void weigh(float *out, const float *weights, const float *values, int64_t width, int size) {
+  int d = 0;
+  for (; d + 4 * LANES <= size; d += 4 * LANES) {
+    vec *o = (vec *)(out + d), s0 = o[0], s1 = o[1], s2 = o[2], s3 = o[3];
+    for (int64_t j = 0; j < width; j++) {
+      const vec *v = (const vec *)(values + j * size + d);
+      const float p = weights[j];
+      s0 += p * v[0];
+      s1 += p * v[1];
+      s2 += p * v[2];
+      s3 += p * v[3];
+    }
+    o[0] = s0, o[1] = s1, o[2] = s2, o[3] = s3;
+  }
+  for (; d < size; d += LANES) {
+    vec sum = *(vec *)(out + d);
+    for (int64_t j = 0; j < width; j++) sum += weights[j] * *(const vec *)(values + j * size + d);
+    *(vec *)(out + d) = sum;
+  }
+}
+
 static void attend(const Attention *a, int64_t row, int64_t group, float *scratch, int64_t padded) {
   const int type = (int)a->type, size = (int)a->size;
   const int64_t per_group = a->heads / a->groups, first = first_key(a, row), count = a->counts[row] - first;
   const int32_t *slots = a->slots + a->starts[row] + first;
   const int64_t full = (count + LANES - 1) / LANES * LANES;
   float *q = scratch, *scores = q + per_group * size, *out = scores + per_group * padded;
+  float *wide = out + per_group * size; /* 16 keys or values in float32 */
+  vec *parts = (vec *)(wide + LANES * size);
   float highest[per_group], total[per_group];
-  for (int64_t h = 0; h < per_group; h++) {
-    highest[h] = -INFINITY;
+  for (int64_t h = 0; h < per_group; h++)
     for (int d = 0; d < size; d++)
       q[h * size + d] = load1(a->q, row * a->q_row + (group * per_group + h) * a->q_head + d, type) * a->scale;
-  }
-  for (int64_t j = 0; j < count; j++) {
-    const int64_t at = slots[j] * a->k_row + group * a->k_head;
+  for (int64_t block = 0; block < count; block += LANES) {
+    const int64_t width = count - block < LANES ? count - block : LANES;
+    for (int64_t j = 0; j < width; j++) {
+      const int64_t at = slots[block + j] * a->k_row + group * a->k_head;
+      for (int d = 0; d < size; d += LANES) *(vec *)(wide + d) = load16(a->k, at + d, type);
+      for (int64_t h = 0; h < per_group; h++) {
+        vec sum = {0};
+        for (int d = 0; d < size; d += LANES) sum += *(const vec *)(q + h * size + d) * *(const vec *)(wide + d);
+        parts[h * LANES + j] = sum;
+      }
+    }
     for (int64_t h = 0; h < per_group; h++) {
-      float s = dot(q + h * size, a->k, at, size, type);
-      scores[h * padded + j] = s;
-      highest[h] = s > highest[h] ? s : highest[h];
+      float *s = scores + h * padded + block;
+      for (int64_t j = width; j < LANES; j++) parts[h * LANES + j] = (vec){0};
+      *(vec *)s = lane_sums(parts + h * LANES);
+      for (int64_t j = width; j < LANES; j++) s[j] = -INFINITY;
     }
   }
   for (int64_t h = 0; h < per_group; h++) {
     float *s = scores + h * padded;
-    for (int64_t j = count; j < full; j++) s[j] = -INFINITY;
-    vec sum = {0};
+    vec most = (vec){0} - INFINITY, sum = {0};
+    for (int64_t j = 0; j < full; j += LANES) {
+      vec value = *(vec *)(s + j);
+      ivec larger = value > most;
+      most = (vec)(((ivec)value & larger) | ((ivec)most & ~larger));
+    }
+    highest[h] = -INFINITY;
+    for (int j = 0; j < LANES; j++) highest[h] = most[j] > highest[h] ? most[j] : highest[h];
     for (int64_t j = 0; j < full; j += LANES) {
       vec e = exp16(*(vec *)(s + j) - highest[h]);
       *(vec *)(s + j) = e;
@@ -134,18 +207,19 @@ static void attend(const Attention *a, int64_t row, int64_t group, float *scratc
     total[h] = lane_sum(sum);
   }
   memset(out, 0, (size_t)(per_group * size) * sizeof(float));
-  for (int64_t j = 0; j < count; j++) {
-    const int64_t at = slots[j] * a->v_row + group * a->v_head;
-    for (int64_t h = 0; h < per_group; h++) {
-      const float p = scores[h * padded + j];
-      for (int d = 0; d < size; d += LANES) *(vec *)(out + h * size + d) += p * load16(a->v, at + d, type);
+  for (int64_t block = 0; block < count; block += LANES) {
+    const int64_t width = count - block < LANES ? count - block : LANES;
+    for (int64_t j = 0; j < width; j++) {
+      const int64_t at = slots[block + j] * a->v_row + group * a->v_head;
+      for (int d = 0; d < size; d += LANES) *(vec *)(wide + j * size + d) = load16(a->v, at + d, type);
     }
+    for (int64_t h = 0; h < per_group; h++) weigh(out + h * size, scores + h * padded + block, wide, width, size);
   }
   for (int64_t h = 0; h < per_group; h++) {
     const int64_t head = group * per_group + h;
     const float inverse = 1.0f / total[h];
-    for (int d = 0; d < size; d++)
-      store1(a->out, (row * a->heads + head) * size + d, out[h * size + d] * inverse, type);
+    for (int d = 0; d < size; d += LANES)
+      store16(a->out, (row * a->heads + head) * size + d, *(const vec *)(out + h * size + d) * inverse, type);
     if (a->lse) a->lse[row * a->heads + head] = highest[h] + logf(total[h]);
   }
 }
@@ -162,7 +236,7 @@ int attention_forward(const Attention *a) {
   int failed = 0;
 #pragma omp parallel num_threads((int)a->threads)
   {
-    float *scratch = malloc((size_t)(per_group * (2 * a->size + padded)) * sizeof(float) + 64);
+    float *scratch = malloc((size_t)(per_group * (2 * a->size + padded + LANES * LANES) + LANES * a->size) * sizeof(float) + 64);
     if (!scratch) {
 #pragma omp atomic write
       failed = 1;
@@ -326,9 +400,19 @@ void silu_mul(const void *gate, const void *up, int64_t in_row, void *out, int64
   const int64_t whole = size / LANES * LANES;
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (rows * size > 16384)
   for (int64_t row = 0; row < rows; row++) {
-    for (int64_t d = 0; d < size; d += LANES) {
+    for (int64_t d = 0; d < whole; d += LANES) {
+      const vec g = load16(gate, row * in_row + d, t), u = load16(up, row * in_row + d, t);
+      vec value = g / (1.0f + exp16(-g));
+      if (t == BFLOAT16) {
+        uint16_t half[LANES];
+        store16(half, 0, value, t);
+        value = load16(half, 0, t);
+      }
+      store16(out, row * size + d, value * u, t);
+    }
+    for (int64_t d = whole; d < size; d += LANES) {
       float g[LANES], u[LANES];
-      const int64_t width = d < whole ? LANES : size - d;
+      const int64_t width = size - d;
       memset(g, 0, sizeof g);
       memset(u, 0, sizeof u);
       for (int64_t j = 0; j < width; j++) {
