@@ -26,6 +26,7 @@ from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
 from tandem.engine.memory import keep_freed_memory
 from tandem.engine.weights import PublishedWeights
+from tandem.kernels.self_check import proven
 from tandem.models.builtin import resolve_model
 from tandem.models.causal_lm import CausalLM
 from tandem.models.loader import load_model, read_spec
@@ -79,12 +80,8 @@ def prepare_process(recipe: Recipe) -> None:
 
 def load_for_training(recipe: Recipe, path: Path) -> CausalLM:
     """The weights that the recipe starts from, with the adapters it asks for."""
-    model = load_model(
-        path,
-        dtype=DTYPES[recipe.model.dtype],
-        device=pick_device(recipe.model.device),
-        numerics=recipe.engine.numerics,
-    )
+    dtype, device = DTYPES[recipe.model.dtype], pick_device(recipe.model.device)
+    model = load_model(path, dtype=dtype, device=device, numerics=proven(recipe.engine.numerics, dtype, device))
     lora = recipe.lora
     if lora.path:
         return load_adapters(model, Path(lora.path))

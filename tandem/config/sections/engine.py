@@ -35,8 +35,8 @@ class EngineSection(Section):
     name: Literal["tandem"] = "tandem"
     """Inference engine."""
     numerics: Literal["exact", "fast"] = "exact"
-    """`exact`: the sampler's and the trainer's log-probabilities are bit-equal for any batch; `fast`: stock
-    operations."""
+    """`exact`: the sampler's and the trainer's log-probabilities are bit-equal for any batch, which is
+    checked at the start (where it does not hold, a warning says so and `fast` is used); `fast`: stock operations."""
     threads: int = Field(default=0, ge=0)
     """CPU threads for model computation; 0: one for each core this process may use."""
     infer: InferSection = InferSection()
