@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from tandem.core.boxes import SandboxState
-from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout
+from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
 from tandem.sandbox.backend import Box
 from tandem.sandbox.lifecycle import ENDING
 from tandem.sandbox.records import BoxRecord, LogLine, now
@@ -48,9 +48,10 @@ class Entry:
 
     @property
     def box(self) -> Box:
-        """Raises SandboxGone when only its files exist."""
+        """Raises SandboxUnavailable when only its files exist."""
         if self.session.box is None:
-            raise SandboxGone(f"sandbox {self.id}: no process of it exists while it is paused with its files only")
+            what = f"sandbox {self.id} is paused with its files only: no process of it exists"
+            raise SandboxUnavailable(what, hint="resume it first")
         return self.session.box
 
     @contextlib.asynccontextmanager

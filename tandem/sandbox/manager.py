@@ -10,9 +10,7 @@ Refuses: to create after ``close``. Invariant: a box is in the table from before
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,14 +21,15 @@ from tandem.core.errors import (
     SandboxError,
     SandboxGone,
     SandboxUnavailable,
-    TandemError,
     boundary,
 )
-from tandem.core.events import SandboxCreated, SandboxFailed, SandboxKilled
+from tandem.core.events import SandboxFailed, SandboxKilled
 from tandem.core.protocols import EventSink
 from tandem.core.registry import Registry
 from tandem.sandbox.audit import AuditLog
 from tandem.sandbox.backend import Ability, Box, Root, SandboxBackend, Usage, refuse
+from tandem.sandbox.births import Births, Templates
+from tandem.sandbox.deadlines import Deadlines
 from tandem.sandbox.entry import Entry
 from tandem.sandbox.pool import Pool
 from tandem.sandbox.records import (
@@ -38,7 +37,6 @@ from tandem.sandbox.records import (
     Child,
     Life,
     LogLine,
-    OnTimeout,
     Page,
     PauseMode,
     SnapshotRecord,
@@ -54,8 +52,8 @@ from tandem.sandbox.transitions import Transitions
 BACKENDS = {"namespace": "tandem.sandbox.backends.namespace:NamespaceBackend"}
 MOST_CHILDREN = 100
 PAGE_BOXES = 100
+WARM_SPECS = 4  # a server keeps boxes warm for the last few that were asked for
 T = TypeVar("T")
-Templates = Callable[[str], Awaitable[Root | None]]
 
 
 def spec_of(section: SandboxSection) -> SandboxSpec:
@@ -101,8 +99,7 @@ class SandboxManager:
         self._section = section
         self._sink = sink
         self._backend = backend or _make_backend(section.backend)
-        self._templates = templates
-        self._pool = Pool(self._make, size=section.warm)
+        self._pool = Pool(self._make, size=section.warm, num_specs=1 if state is None else WARM_SPECS)
         self._table = MemoryTable() if state is None else SqliteTable(state)
         if state is not None:
             blobs = BlobStore(store or str(state / "blobs"))
@@ -113,10 +110,14 @@ class SandboxManager:
         self._transitions = Transitions(
             backend=self._backend, snapshots=self.snapshots, sink=sink, create_timeout_s=section.create_timeout_s
         )
+        self._deadlines = Deadlines(transitions=self._transitions, sink=sink, note=self._note, own=self._own)
+        self._births = Births(
+            table=self._table, snapshots=self.snapshots, transitions=self._transitions, pool=self._pool,
+            templates=templates, sink=sink, enter=self._enter, watch=self._deadlines.watch, note=self._note,
+            closed=lambda: self._closed,
+        )
         self._entries: dict[str, Entry] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._prefix = secrets.token_hex(3)
-        self._count = 0
         self._closed = False
 
     # ---- the manager's own life
@@ -135,7 +136,7 @@ class SandboxManager:
         were in the middle of a move go back to where they rested, the rest is swept away. Before the first verb."""
         recovery = await recover(self._table, self._backend, self.snapshots, self._enter)
         for entry in list(self._entries.values()):
-            self._watch_deadline(entry)
+            self._deadlines.watch(entry)
         for box_id in recovery.lost:
             self._sink.emit(SandboxFailed(sandbox_id=box_id, error="SandboxGone", detail="lost with its server"))
         self._note("open", detail=recovery.summary())
@@ -191,7 +192,7 @@ class SandboxManager:
         """
         if self._closed:
             raise SandboxError("the sandbox manager is closed")
-        return await self._finish(self._create(spec, life or Life(), snapshot, root))
+        return await self._finish(self._births.create(spec, life or Life(), snapshot, root))
 
     def get(self, sandbox_id: str) -> BoxRecord:
         """What is known of a box now."""
@@ -248,7 +249,7 @@ class SandboxManager:
         self._note("resume", sandbox_id, actor)
         done = await self._finish(self._transitions.resume(entry, lifetime_s))
         if done:
-            self._watch_deadline(entry)
+            self._deadlines.watch(entry)
         return done
 
     async def fork(
@@ -264,7 +265,7 @@ class SandboxManager:
             raise ValueError(f"a fork has 1 to {MOST_CHILDREN} children, not {num_children}")
         entry = self._entry(sandbox_id)
         self._note("fork", sandbox_id, actor, children=str(num_children), live=str(live))
-        return await self._finish(self._fork(entry, num_children, live, life))
+        return await self._finish(self._births.fork(entry, num_children, live, life))
 
     async def snapshot(
         self, sandbox_id: str, *, name: str = "", live: bool = False, durable: bool | None = None, actor: str = ""
@@ -292,7 +293,7 @@ class SandboxManager:
         self._note("set timeout", sandbox_id, actor, lifetime_s=f"{lifetime_s:g}")
         paused = entry.record.deadline is None
         entry.change(lifetime_s=lifetime_s, deadline=None if paused else now() + lifetime_s)
-        self._watch_deadline(entry)
+        self._deadlines.watch(entry)
 
     def refresh(self, sandbox_id: str, lifetime_s: float, *, actor: str = "") -> None:
         """As ``set_timeout``, but never earlier than before."""
@@ -322,104 +323,9 @@ class SandboxManager:
 
     # ---- how
 
-    async def _create(self, spec: SandboxSpec, life: Life, snapshot: str, root: Root | None) -> Session:
-        sandbox_id = self._next_id()
-        started = time.monotonic()
-        record = self._record(sandbox_id, spec, life, parent="")
-        self._note("create", sandbox_id, template=spec.template, snapshot=snapshot)
-        self._table.insert(record)
-        try:
-            if snapshot:
-                box, parent = await self._from_snapshot(sandbox_id, spec, snapshot)
-            else:
-                if root is None and self._templates is not None:
-                    root = await self._templates(spec.template)
-                box = await (self._pool.lease(spec) if root is None else self._transitions.make(spec, root=root))
-                parent = ""
-            if self._closed:
-                await box.kill()
-                raise SandboxError("the sandbox manager was closed")
-        except TandemError as error:
-            self._table.remove(sandbox_id)
-            await self.snapshots.drop_all(sandbox_id)
-            self._sink.emit(SandboxFailed(sandbox_id=sandbox_id, error=type(error).__name__, detail=error.message))
-            raise
-        return await self._arrived(record, box, parent, time.monotonic() - started)
-
-    async def _arrived(self, record: BoxRecord, box: Box, parent: str, create_s: float) -> Session:
-        """A box that was just made becomes one of ours."""
-        entry = self._enter(record, box)
-        try:
-            entry.change(state=SandboxState.RUNNING, intent="", parent=parent, handle=box.handle,
-                         started_at=now(), deadline=now() + record.lifetime_s)
-        except SandboxError:
-            await entry.session.kill()
-            raise
-        self._watch_deadline(entry)
-        entry.say("info", "created", template=record.spec.template)
-        self._sink.emit(SandboxCreated(
-            sandbox_id=record.id, backend=self._backend.name, template=record.spec.template, create_s=create_s
-        ))
-        return entry.session
-
-    async def _from_snapshot(self, sandbox_id: str, spec: SandboxSpec, name: str) -> tuple[Box, str]:
-        found = self.snapshots.find(name)
-        self.snapshots.hold(found.id, sandbox_id)
-        if not found.live:
-            return await self._transitions.make(spec, root=await self.snapshots.root(found.id)), found.id
-        if Ability.LIVE_SNAPSHOT not in self._backend.abilities:
-            raise refuse(self._backend.name, Ability.LIVE_SNAPSHOT)
-        folder = await self.snapshots.processes(found.id)
-        return await self._backend.restore(folder, spec, timeout_s=self._section.create_timeout_s), found.id
-
-    async def _fork(self, entry: Entry, num_children: int, live: bool, life: Life | None) -> list[Child]:
-        parent = entry.record
-        life = life or Life(
-            lifetime_s=parent.lifetime_s, on_timeout=parent.on_timeout, auto_resume=parent.auto_resume,
-            metadata=parent.metadata,
-        )
-        ids = [self._next_id() for _ in range(num_children)]
-        records = [self._record(each, parent.spec, life, parent="") for each in ids]
-        for record in records:
-            self._table.insert(record)
-        started, specs, snapshot_id = time.monotonic(), [record.spec for record in records], ""
-        try:
-            if live:
-                boxes = await self._transitions.fork_live(entry, specs)
-            else:
-                snapshot_id, boxes = await self._transitions.fork_files(entry, specs, ids)
-        except BaseException:
-            for each in ids:
-                self._table.remove(each)
-                await self.snapshots.drop_all(each)
-            raise
-        took_s = time.monotonic() - started
-        return [await self._child(record, box, snapshot_id, took_s)
-                for record, box in zip(records, boxes, strict=True)]
-
-    async def _child(self, record: BoxRecord, box: Box | Exception, snapshot_id: str, took_s: float) -> Child:
-        if isinstance(box, Exception):
-            self._table.remove(record.id)
-            await self.snapshots.drop_all(record.id)
-            if isinstance(box, SandboxError):
-                return Child(error=box)
-            return Child(error=SandboxError(f"a child of a fork failed: {type(box).__name__}: {box}"))
-        try:
-            return Child(session=await self._arrived(record, box, snapshot_id, took_s))
-        except SandboxError as error:
-            return Child(error=error)
-
     async def _kill(self, entry: Entry) -> None:
         await entry.session.kill()
         await self.snapshots.drop_all(entry.id)
-
-    def _record(self, sandbox_id: str, spec: SandboxSpec, life: Life, *, parent: str) -> BoxRecord:
-        lifetime_s = spec.limits.lifetime_s if life.lifetime_s is None else life.lifetime_s
-        return BoxRecord(
-            id=sandbox_id, spec=spec, state=SandboxState.CREATING, intent="create", metadata=dict(life.metadata),
-            backend=self._backend.name, created_at=now(), lifetime_s=lifetime_s, on_timeout=life.on_timeout,
-            auto_resume=life.auto_resume, parent=parent,
-        )
 
     def _enter(self, record: BoxRecord, box: Box | None) -> Entry:
         """One more box, at rest."""
@@ -446,10 +352,6 @@ class SandboxManager:
             raise SandboxGone(f"there is no sandbox {sandbox_id!r}", hint="it ended, or never was; create a new one")
         return entry
 
-    def _next_id(self) -> str:
-        self._count += 1
-        return f"sbx-{self._prefix}-{self._count}"
-
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it to its end, also when the caller is cancelled."""
         return await asyncio.shield(self._own(work))
@@ -468,30 +370,6 @@ class SandboxManager:
     async def _settled(self) -> None:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _watch_deadline(self, entry: Entry) -> None:
-        entry.stop_timer()
-        if entry.record.deadline is not None and not entry.ending:
-            delay_s = max(0.0, entry.record.deadline - now())
-            entry.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, entry)
-
-    def _expire(self, entry: Entry) -> None:
-        if entry.record.on_timeout is OnTimeout.PAUSE:
-            self._note("pause", entry.id, "deadline")
-            self._own(self._pause_late(entry))
-            return
-        self._note("kill", entry.id, "deadline")
-        self._sink.emit(SandboxFailed(
-            sandbox_id=entry.id, error="lifetime", detail=f"older than {entry.record.lifetime_s:g} s"
-        ))
-        self._own(entry.session.kill())
-
-    async def _pause_late(self, entry: Entry) -> None:
-        try:
-            await self._transitions.pause(entry, PauseMode.WARM)
-        except SandboxError as error:  # it must not run past its deadline
-            entry.say("error", f"killed at its deadline, because it cannot be paused: {error.message}")
-            await entry.session.kill()
 
     def _ended(self, session: Session, lost: str) -> None:
         """``lost`` says how a box ended that nobody killed."""

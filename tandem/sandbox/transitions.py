@@ -204,9 +204,9 @@ class Transitions:
     @contextlib.asynccontextmanager
     async def _beside(self, entry: Entry, state: SandboxState, intent: str) -> AsyncIterator[None]:
         """A move during which the box goes on as it was."""
-        rest = entry.state
+        rest, box = entry.state, entry.box
         entry.move(state, intent=f"{intent} from {rest.value}")
-        resting = entry.box.resume if rest is SandboxState.RUNNING else entry.box.pause
+        resting = box.resume if rest is SandboxState.RUNNING else box.pause
         async with self._or_back(entry, rest, resting):
             yield
             entry.move(rest, intent="")

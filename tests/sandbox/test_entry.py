@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxSpec, SandboxState
-from tandem.core.errors import SandboxError, SandboxGone
+from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable
 from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.backend import Box
 from tandem.sandbox.entry import Entry
@@ -190,7 +190,7 @@ def test_a_turn_is_given_to_one_at_a_time_and_not_to_the_dead() -> None:
         entry.begin_kill()
         with pytest.raises(SandboxGone, match="is killing"):
             await take(4)
-        with pytest.raises(SandboxGone, match="files only"):
+        with pytest.raises(SandboxUnavailable, match="files only"):
             _ = entry.box
 
     asyncio.run(main())

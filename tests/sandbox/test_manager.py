@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
+from folderbox import FolderBackend
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.boxes import SandboxSpec
-from tandem.core.errors import PluginError, SandboxUnavailable
+from tandem.core.boxes import SandboxSpec, SandboxState
+from tandem.core.errors import PluginError, SandboxGone, SandboxUnavailable
 from tandem.core.events import AnyEvent, SandboxCreated, SandboxFailed, SandboxKilled
+from tandem.sandbox.audit import read
 from tandem.sandbox.manager import SandboxManager, spec_of
+from tandem.sandbox.records import Life
 
 
 class ListSink:
@@ -75,6 +79,72 @@ def test_an_impossible_box_is_known_at_the_check() -> None:
         await manager.close()
 
     asyncio.run(main())
+
+
+def test_boxes_are_listed_by_metadata_and_state_in_pages(tmp_path: Path) -> None:
+    async def main() -> None:
+        manager = SandboxManager(SandboxSection(warm=0), ListSink(), backend=FolderBackend(tmp_path, processes=False))
+        made = [
+            (await manager.create(SandboxSpec(), life=Life(metadata={"odd": str(number % 2), "n": str(number)}))).id
+            for number in range(7)
+        ]
+        await manager.pause(made[3])
+        odd = manager.boxes(metadata={"odd": "1"}).boxes
+        assert [record.id for record in odd] == [made[1], made[3], made[5]]
+        assert [record.id for record in manager.boxes(states=[SandboxState.PAUSED]).boxes] == [made[3]]
+        assert manager.boxes(metadata={"odd": "1", "n": "2"}).boxes == []
+        seen, after = [], ""
+        while True:
+            page = manager.boxes(limit=3, after=after)
+            seen += [record.id for record in page.boxes]
+            after = page.next
+            if len(seen) == 3:
+                await manager.kill(made[2])  # the last of the page ends: the next page begins where it did
+            if not after:
+                break
+        assert seen == made
+        with pytest.raises(ValueError, match="no page"):
+            manager.boxes(after="moon")
+        await manager.close()
+
+    asyncio.run(main())
+
+
+def test_a_box_has_a_log_and_the_dead_are_unknown(tmp_path: Path) -> None:
+    async def main() -> None:
+        manager = SandboxManager(SandboxSection(warm=0), ListSink(), backend=FolderBackend(tmp_path, processes=False))
+        session = await manager.create(SandboxSpec())
+        await manager.pause(session.id)
+        await manager.resume(session.id)
+        manager.log(session.id, "out of cheese", level="error", code="7")
+        lines = manager.logs(session.id)
+        assert [line.message for line in lines] == ["created", "pause warm", "resume", "out of cheese"]
+        assert lines[3].fields == {"code": "7"} and manager.logs(session.id, since=lines[3].time, limit=1)
+        await manager.kill(session.id)
+        for ask in (manager.get, manager.logs, manager.session):
+            with pytest.raises(SandboxGone, match="there is no sandbox"):
+                ask(session.id)
+        await manager.close()
+
+    asyncio.run(main())
+
+
+def test_every_verb_is_in_the_audit_log_with_who_asked(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = FolderBackend(tmp_path / "boxes", processes=False)
+        manager = SandboxManager(SandboxSection(warm=0), ListSink(), backend=backend, state=tmp_path / "state")
+        session = await manager.create(SandboxSpec())
+        await manager.pause(session.id, actor="key one")
+        manager.note_network(session.id, allowed=False, target="10.0.0.1:80", detail="not in the policy")
+        await manager.kill(session.id, actor="key two")
+        await manager.close()
+
+    asyncio.run(main())
+    lines = list(read(tmp_path / "state" / "audit"))
+    assert [(line.action, line.actor) for line in lines if line.action != "create"][:3] == [
+        ("pause", "key one"), ("connect", lines[0].subject), ("kill", "key two")
+    ]
+    assert lines[2].detail == {"allowed": "False", "target": "10.0.0.1:80", "why": "not in the policy"}
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

@@ -106,6 +106,25 @@ def test_another_spec_retires_what_is_idle() -> None:
     asyncio.run(main())
 
 
+def test_boxes_of_the_last_few_specs_are_kept() -> None:
+    async def main() -> None:
+        make = Maker()
+        pool = Pool(make, size=1, num_specs=2)
+        specs = [SandboxSpec(hostname=name) for name in ("one", "two", "three")]
+        for spec, idle in zip((specs[0], specs[1], specs[0], specs[2]), (1, 2, 2, 2), strict=True):
+            await pool.lease(spec)
+            await settle(pool, idle)
+        made = len(make.made)
+        box = await pool.lease(specs[0])  # "two" was not wanted for longest
+        assert isinstance(box, CountedBox) and box in make.made[:made] and box.spec == specs[0]
+        await settle(pool, 2)
+        box = await pool.lease(specs[1])
+        assert isinstance(box, CountedBox) and box not in make.made[:made + 1]
+        await pool.close()
+
+    asyncio.run(main())
+
+
 def test_a_failing_refill_is_reported_by_the_next_lease_only() -> None:
     async def main() -> None:
         make = Maker()

@@ -230,6 +230,18 @@ def test_what_a_backend_cannot_is_refused_by_name(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_a_box_of_files_only_is_not_forked_live_and_stays_paused(tmp_path: Path) -> None:
+    async def test(manager: SandboxManager, backend: FolderBackend) -> None:
+        session = await manager.create(SPEC)
+        await manager.pause(session.id, mode=PauseMode.FILES)
+        with pytest.raises(SandboxUnavailable, match="no process of it exists"):
+            await manager.fork(session.id, 1, live=True)
+        assert session.state is SandboxState.PAUSED and list(manager.live) == [session.id]
+        assert await manager.resume(session.id)
+
+    run(tmp_path, test)
+
+
 def test_without_a_store_a_durable_snapshot_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     async def test(manager: SandboxManager, backend: FolderBackend) -> None:
         session = await manager.create(SPEC)
