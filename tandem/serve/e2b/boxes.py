@@ -21,8 +21,9 @@ from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import BoxRecord, Life, LogLine, PauseMode, SnapshotRecord
 from tandem.sandbox.session import Session
 from tandem.serve.e2b import shapes
+from tandem.serve.e2b.box_files import ProgramFiles
 from tandem.serve.e2b.building import start_up
-from tandem.serve.e2b.called import CalledFiles, CalledProcess
+from tandem.serve.e2b.called import CalledProcess
 from tandem.serve.e2b.faults import Fault, not_found, not_running
 from tandem.serve.e2b.files import BoxFiles
 from tandem.serve.e2b.templates import Build, Template, TemplateList
@@ -50,7 +51,8 @@ class Entry:
 
     @property
     def files(self) -> BoxFiles:
-        return self.keep("files", lambda: CalledFiles(self.session))
+        can_watch = Ability.PROCESSES in self._abilities
+        return self.keep("files", lambda: ProgramFiles(self.session, self.start, can_watch=can_watch))
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
         """What belongs to the box under this name, made at its first use."""
