@@ -47,6 +47,11 @@ class CallKind(StrEnum):
     WRITE = "w"
     READ = "r"
     LIST = "l"
+    STAT = "s"
+    ENTRIES = "e"  # arguments: path, depth
+    MAKE_FOLDER = "m"
+    MOVE = "v"  # arguments: from, to
+    REMOVE = "d"  # with all below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

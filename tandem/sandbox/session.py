@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
@@ -72,6 +73,19 @@ class Commands:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a box: ``mode`` with its type bits (see ``stat``), sizes in bytes, ``target`` of a link."""
+
+    path: str
+    mode: int
+    uid: int
+    gid: int
+    size_bytes: int
+    modified_ns: int
+    target: str
+
+
 class Files:
     """Reads and writes files of one box. Relative paths start in the home folder; a path with a NUL is a
     ``ValueError``, as everywhere in Python."""
@@ -102,10 +116,35 @@ class Files:
             raise self._too_large(path, LIST_MAX_BYTES)
         return sorted(name.decode("utf-8", "surrogateescape") for name in outcome.stdout.split(b"\0") if name)
 
-    async def _operate(self, kind: CallKind, path: str, *, cap: int, stdin: bytes = b"") -> Outcome:
+    async def stat(self, path: str) -> Entry:
+        """Of the name itself: a link is not followed. Raises FileNotFoundError and its kin."""
+        (entry,) = _entries((await self._operate(CallKind.STAT, path, cap=LIST_MAX_BYTES)).stdout)
+        return entry
+
+    async def entries(self, path: str, *, depth: int = 1) -> list[Entry]:
+        """What a folder holds, to ``depth`` levels, sorted by path; no link below it is followed."""
+        outcome = await self._operate(CallKind.ENTRIES, path, str(depth), cap=LIST_MAX_BYTES)
+        if outcome.dropped_bytes:
+            raise self._too_large(path, LIST_MAX_BYTES)
+        return sorted(_entries(outcome.stdout), key=lambda entry: entry.path)
+
+    async def make_folder(self, path: str) -> None:
+        """With its parents. Raises FileExistsError."""
+        await self._operate(CallKind.MAKE_FOLDER, path, cap=0)
+
+    async def move(self, path: str, to: str) -> None:
+        """Rename, making the folders of ``to``; a file that is there is replaced."""
+        _refuse_nul(to)
+        await self._operate(CallKind.MOVE, path, _absolute(to), cap=0)
+
+    async def remove(self, path: str) -> None:
+        """With all below it; of a link the link only."""
+        await self._operate(CallKind.REMOVE, path, cap=0)
+
+    async def _operate(self, kind: CallKind, path: str, *more: str, cap: int, stdin: bytes = b"") -> Outcome:
         _refuse_nul(path)
         outcome = await self._session.call(Call(
-            kind=kind, arguments=[_absolute(path)], timeout_s=FILE_TIMEOUT_S, folder="/", stdin=stdin,
+            kind=kind, arguments=[_absolute(path), *more], timeout_s=FILE_TIMEOUT_S, folder="/", stdin=stdin,
             stdout_cap_bytes=cap, stderr_cap_bytes=4096,
         ))
         if outcome.code == 0:
@@ -213,6 +252,16 @@ class Session:
         lost = self.state is not SandboxState.KILLING
         self.lifecycle.move(SandboxState.DEAD)
         self._on_end(self, reason if lost else "")
+
+
+def _entries(listing: bytes) -> list[Entry]:
+    fields = listing.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    found = []
+    for numbers, path, target in zip(fields[::3], fields[1::3], fields[2::3], strict=True):
+        mode, uid, gid, size, seconds, nanoseconds = numbers.split(" ")
+        modified_ns = int(seconds) * 10**9 + int(nanoseconds)
+        found.append(Entry(path, int(mode, 8), int(uid), int(gid), int(size), modified_ns, target))
+    return found
 
 
 def _absolute(path: str) -> str:

@@ -71,6 +71,9 @@ const char *filter_install(void); /* NULL or the failed step */
 void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) __attribute__((noreturn));
 
 enum { FILE_WRITE = 'w', FILE_READ = 'r', FILE_LIST = 'l', FILE_EXEC = 'x' };
+enum { ENTRY_STAT = 's', ENTRY_LIST = 'e', ENTRY_MAKE = 'm', ENTRY_MOVE = 'v', ENTRY_REMOVE = 'd' };
+int entry_operation(int kind, char **arguments); /* entries.c; the same */
+int make_parents(const char *path);
 int file_operation(int kind, const char *path, uint64_t max_bytes); /* in the box as its user: 0 or an errno */
 
 /* ---- command.c: one command of the box */

@@ -144,7 +144,8 @@ static void child_main(int in, int out, int error, int status) {
     if (plan.kind == FILE_EXEC) shim();
     become_command();
     if (chdir(plan.folder)) _exit(errno);
-    _exit(file_operation(plan.kind, plan.argv[0], plan.max_bytes));
+    int result = file_operation(plan.kind, plan.argv[0], plan.max_bytes);
+    _exit(result == ENOSYS ? entry_operation(plan.kind, plan.argv) : result);
 }
 
 static void close_all(int (*pairs)[2], int count) {

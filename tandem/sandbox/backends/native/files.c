@@ -27,7 +27,7 @@ static int pour(int from, int to) {
     }
 }
 
-static int make_parents(const char *path) {
+int make_parents(const char *path) {
     char part[PATH_MAX];
     size_t length = strlen(path);
     if (length >= sizeof part) return ENAMETOOLONG;
