@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from pathlib import Path
 
 import pytest
 from box_pieces import SPEC, backend, said, shell
+from image_pieces import system_layer
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
-from tandem.sandbox.backend import Ability
+from tandem.sandbox.backend import Ability, Root
 from tandem.sandbox.backends.freezer import has_swap
 from tandem.sandbox.backends.namespace import layers_work
+from tandem.sandbox.images.store import LayerStore
 
 needs_layers = pytest.mark.skipif(not layers_work(), reason="this kernel makes no roots of layers")
 
@@ -191,5 +194,22 @@ def test_what_it_cannot_is_refused_by_name() -> None:
                 await box.snapshot(live=True)
             with pytest.raises(SandboxError, match="live fork"):
                 await box.fork([SPEC], timeout_s=5)
+
+    asyncio.run(main())
+
+
+@needs_layers
+def test_an_image_that_brings_its_own_system(tmp_path: Path) -> None:
+    data = system_layer("cat", "id", "ls")
+    layer = LayerStore(tmp_path / "store").add(f"sha256:{hashlib.sha256(data).hexdigest()}", iter([data]))
+
+    async def main() -> None:
+        async with backend() as made:
+            root = Root(layers=(layer,), host_base=False, environment={"FROM_IMAGE": "yes"})
+            box = await made.create(SPEC, root=root, timeout_s=20)
+            assert await said(box, "id -u; echo $FROM_IMAGE > a; cat a") == "1000\nyes"
+            assert "python3" not in await said(box, "ls /bin; cat /etc/passwd; echo > /dev/null")
+            child = await made.create(SPEC, root=(await box.snapshot()).root, timeout_s=20)
+            assert await said(child, "cat a") == "yes"
 
     asyncio.run(main())
