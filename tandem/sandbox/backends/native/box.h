@@ -61,7 +61,7 @@ int root_upper(const struct box_root *root); /* a detached mount of the upper as
 void root_drop(struct box_root *root);
 
 /* ---- push.c: a running box's upper becomes a layer, and a new one takes its place */
-const char *push_refusal(pid_t agent); /* why the box's open files forbid it, or NULL */
+const char *push_refusal(pid_t agent, const char *cgroup); /* why the box's open files forbid it, or NULL */
 const char *push_mount(pid_t agent, int overlay, struct cursor ops);
 
 /* ---- keeper.c, setup.c, filter.c, agent.c, files.c */

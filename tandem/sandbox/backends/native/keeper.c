@@ -319,11 +319,14 @@ static const char *push(struct box *box, const struct box_spec *spec, char *path
     return NULL;
 }
 
+/* A group that names the box's processes, whatever its hierarchy. */
+static const char *group_of(const struct box *box) { return box->num_cgroups ? box->cgroups[0] : NULL; }
+
 static void on_snapshot(uint32_t id) {
     char answer[512] = "y";
     struct box *box = living(id);
     struct box_spec spec = { 0 };
-    const char *error = "it is gone", *busy = box ? push_refusal(box->pid) : NULL;
+    const char *error = "it is gone", *busy = box ? push_refusal(box->pid, group_of(box)) : NULL;
     if (busy) {
         int length = snprintf(answer, sizeof answer, "c/proc/%d/fd/%d%cupper%u%c%s", getpid(), box->root.tmpfs, 0,
                               box->root.generation, 0, busy);

@@ -14,7 +14,6 @@
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 static char text[512];
@@ -49,15 +48,28 @@ static const char *look(const char *pid, dev_t device, ino_t root) {
     return found;
 }
 
-const char *push_refusal(pid_t agent) {
+/* ``cgroup`` NULL: there is none, and all processes of the machine are asked for their mounts. */
+const char *push_refusal(pid_t agent, const char *cgroup) {
     char path[64];
     struct stat info, root;
     snprintf(path, sizeof path, "/proc/%d/ns/mnt", agent);
     if (stat(path, &info)) return "the box is gone";
     snprintf(path, sizeof path, "/proc/%d/root/", agent);
     if (stat(path, &root)) return "the box is gone";
-    DIR *folder = opendir("/proc");
     const char *found = NULL;
+    if (cgroup) {
+        char name[4096], line[32];
+        snprintf(name, sizeof name, "%s/cgroup.procs", cgroup);
+        FILE *members = fopen(name, "re");
+        while (members && !found && fgets(line, sizeof line, members)) {
+            line[strcspn(line, "\n")] = 0;
+            found = look(line, root.st_dev, root.st_ino);
+        }
+        if (!members) return "its group cannot be read";
+        fclose(members);
+        return found;
+    }
+    DIR *folder = opendir("/proc");
     struct dirent *entry;
     while (folder && !found && (entry = readdir(folder)))
         if (isdigit((unsigned char)entry->d_name[0]) && same_namespace(entry->d_name, info.st_ino))
@@ -68,6 +80,8 @@ const char *push_refusal(pid_t agent) {
 
 static int steps(int space, int overlay, struct cursor c) {
     if (setns(space, CLONE_NEWNS)) return 1;
+    /* Held until this process ends: taking a large root apart takes milliseconds, and nobody waits for it. */
+    if (open("/", O_PATH | O_DIRECTORY) < 0) return 1;
     if (syscall(__NR_move_mount, overlay, "", AT_FDCWD, "/", MOVE_MOUNT_F_EMPTY_PATH)) return 2;
     for (uint32_t count = get_u32(&c); count && !c.bad; count--) {
         uint8_t kind = get_u8(&c);
@@ -101,7 +115,6 @@ const char *push_mount(pid_t agent, int overlay, struct cursor ops) {
     int answer[2] = { 1, EPROTO };
     bool heard = pid > 0 && read(told[0], answer, sizeof answer) == sizeof answer;
     close(told[0]);
-    if (pid > 0) waitpid(pid, NULL, 0);
     if (heard && !answer[0]) return NULL;
     snprintf(text, sizeof text, "%s: %s", heard ? names[answer[0]] : "a helper process", strerror(answer[1]));
     return text;
