@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
-from tandem.sandbox.backend import Ability, Isolation, Root, refuse
+from tandem.sandbox.backend import Ability, Box, Isolation, Root, refuse
 from tandem.sandbox.backends.adoption import GROUPS, SOCKET, keeper_at, listen, pack_root, unpack_root
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import SPARE_PIDS, Cgroups, sweep
@@ -76,7 +76,7 @@ class NamespaceBackend:
             raise SandboxGone("the backend is closed", hint="create a new one")
         return self._keeper
 
-    async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> NamespaceBox:
+    async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> Box:
         keeper = await self._ready()
         template, steps = self._template(spec.template if root is None else "host" if root.host_base else "image")
         root = Root() if root is None else root
@@ -116,10 +116,10 @@ class NamespaceBackend:
             raise SandboxError(f"no box: {problem}", hint="`tandem doctor` shows what this machine can do")
         return box
 
-    async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> NamespaceBox:
+    async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> Box:
         raise refuse(self.name, Ability.LIVE_SNAPSHOT, others=("gvisor",))
 
-    async def adopt(self) -> dict[str, NamespaceBox]:
+    async def adopt(self) -> dict[str, Box]:
         """Raises SandboxUnavailable: the earlier process still lives, or its boxes are of another version."""
         if self._state_folder is None or self._keeper is not None:
             return {}
@@ -132,7 +132,7 @@ class NamespaceBackend:
             self._keeper = Keeper(None, control, pid)
             self._keeper.pids.update(pids)
             self._cgroups = Cgroups.load(json.loads((self._state_folder / GROUPS).read_text()))
-        boxes: dict[str, NamespaceBox] = {}
+        boxes: dict[str, Box] = {}
         for number, text, end in left:
             words = json.loads(text)
             gone = self._keeper.follow(number)

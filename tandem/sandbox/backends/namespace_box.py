@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from tandem.core.boxes import SandboxSpec
+from tandem.core.boxes import NetworkPolicy, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SnapshotError
-from tandem.sandbox.backend import Ability, Call, Layer, Outcome, Root, Start, refuse
+from tandem.sandbox.backend import Ability, Box, Call, Layer, Outcome, Root, Start, Usage, refuse
 from tandem.sandbox.backends.cgroups import Cgroups
 from tandem.sandbox.backends.channel import Channel
 from tandem.sandbox.backends.frames import Frame
@@ -122,8 +122,14 @@ class NamespaceBox:
                 if not was_paused:
                     freezer.thaw()
 
-    async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[NamespaceBox | Exception]:
+    async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
         raise refuse("namespace", Ability.LIVE_FORK)
+
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        raise refuse("namespace", Ability.NETWORK)
+
+    async def usage(self) -> Usage:
+        raise refuse("namespace", Ability.USAGE)
 
     async def kill(self) -> None:
         if self.gone.done():
