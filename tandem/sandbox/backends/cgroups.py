@@ -82,6 +82,14 @@ class Cgroups:
     def folders_of(self, box: int) -> list[tuple[Group, Path]]:
         return [(group, group.folder / f"box-{box}") for group in self.groups]
 
+    def number(self, box: int, controller: str, *, unified: str, legacy: str) -> int | None:
+        """One number of a controller's files (named for each version) about a box; None where there is none."""
+        for group, folder in self.folders_of(box):
+            if controller in group.controllers:
+                with contextlib.suppress(OSError, ValueError):
+                    return int((folder / (unified if group.unified else legacy)).read_text())
+        return None
+
     def oom_kills(self, box: int) -> int:
         """How many processes of the box the kernel has killed for memory; 0 where it does not say."""
         for group in self.groups:

@@ -61,6 +61,8 @@ class NamespaceBackend:
         found = {Ability.PAUSE, Ability.PROCESSES, Ability.TERMINAL, Ability.PORTS}
         if has_swap():
             found.add(Ability.COLD_PAUSE)
+        if self._cgroups is not None and self._cgroups.controllers & {"memory", "pids"}:
+            found.add(Ability.USAGE)
         if layers_work():
             found |= {Ability.SNAPSHOT, Ability.IMAGES}
         return frozenset(found)

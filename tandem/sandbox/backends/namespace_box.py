@@ -83,6 +83,25 @@ class NamespaceBox:
             except OSError as error:  # the box may have no IPv6
                 raise refused from error
 
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        """Boxes have no network yet: any other policy is refused."""
+        self._alive()
+        if not policy.none:
+            raise refuse("namespace", Ability.NETWORK)
+
+    async def usage(self) -> Usage:
+        """Files count as memory. What no control group of ours tells is None."""
+        self._alive()
+        groups = self._around.cgroups
+        if groups is None:
+            return Usage()
+        box = self._number
+        return Usage(
+            memory_bytes=groups.number(box, "memory", unified="memory.current", legacy="memory.usage_in_bytes"),
+            memory_peak_bytes=groups.number(box, "memory", unified="memory.peak", legacy="memory.max_usage_in_bytes"),
+            processes=groups.number(box, "pids", unified="pids.current", legacy="pids.current"),
+        )
+
     def _alive(self) -> Channel:
         if self.channel is None or self.gone.done():
             raise SandboxGone("it is gone", hint="create a new one")
@@ -124,12 +143,6 @@ class NamespaceBox:
 
     async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
         raise refuse("namespace", Ability.LIVE_FORK)
-
-    async def set_network(self, policy: NetworkPolicy) -> None:
-        raise refuse("namespace", Ability.NETWORK)
-
-    async def usage(self) -> Usage:
-        raise refuse("namespace", Ability.USAGE)
 
     async def kill(self) -> None:
         if self.gone.done():

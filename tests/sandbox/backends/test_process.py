@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tandem.core.boxes import SandboxLimits, SandboxSpec
-from tandem.core.errors import SandboxError, SandboxGone
+from tandem.core.boxes import NetworkPolicy, SandboxLimits, SandboxSpec
+from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable
 from tandem.sandbox.backend import Call, Start, Terminal
 from tandem.sandbox.backends.namespace import NamespaceBackend, NamespaceBox, may_map_ranges
 from tandem.sandbox.backends.process import KEPT_BYTES, NamespaceProcess
@@ -156,5 +156,22 @@ def test_root_of_the_box_owns_its_files_and_nothing_of_the_host() -> None:
         seen = await run(box, "ls /etc/mine; touch /etc/theirs 2>/dev/null || grep Cap[PE] /proc/self/status")
         assert seen == b"/etc/mine\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n"
         assert not os.path.exists("/usr/mine") and not os.path.exists("/etc/mine")
+
+    in_a_box(work)
+
+
+def test_usage_counts_what_runs_and_a_network_is_refused() -> None:
+    async def work(box: NamespaceBox) -> None:
+        before = await box.usage()
+        if before.processes is None or before.memory_bytes is None:
+            pytest.skip("no pids or memory controller for us")
+        await box.start(shell("head -c 8000000 /dev/zero > /tmp/full; sleep 9871 & echo; wait", terminal=Terminal()))
+        await asyncio.sleep(0.5)
+        after = await box.usage()
+        assert (after.processes or 0) >= before.processes + 3  # shim, shell, sleep
+        assert (after.memory_bytes or 0) >= before.memory_bytes + 7_000_000
+        await box.set_network(NetworkPolicy())
+        with pytest.raises(SandboxUnavailable, match="network"):
+            await box.set_network(NetworkPolicy(internet=True))
 
     in_a_box(work)
