@@ -19,6 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from tandem.core.errors import SandboxGone
 from tandem.sandbox.backend import HOME, Process, Start
 from tandem.serve.e2b.boxes import Entry
 from tandem.serve.e2b.faults import Fault, json_response
@@ -26,8 +27,10 @@ from tandem.serve.e2b.faults import Fault, json_response
 START_S = 20.0
 INTERRUPT_S = 5.0  # a cell that ignores its interruption this long loses its kernel
 MAX_CONTEXTS = 32  # of one box
+MAX_LINES = 20_000  # said and not yet taken by the client
 LANGUAGES = {"python": "python", "python3": "python", "bash": "bash"}
 Event = dict[str, Any]
+Lines = asyncio.Queue[bytes | None]
 
 
 class Kernel:
@@ -38,7 +41,8 @@ class Kernel:
         self._entry = entry
         self._turn = asyncio.Lock()
         self._process: Process | None = None
-        self._lines: AsyncIterator[bytes] | None = None
+        self._lines: Lines = asyncio.Queue()
+        self._reading: asyncio.Task[None] | None = None
 
     @property
     def shown(self) -> Event:
@@ -56,7 +60,7 @@ class Kernel:
             await process.send_stdin(msgspec.json.encode(asked) + b"\n")
             ended = False
             try:
-                async for line in lines:
+                while (line := await lines.get()) is not None:
                     event = msgspec.json.decode(line, type=Event)
                     if event.get("type") == "end":
                         ended = True
@@ -78,32 +82,36 @@ class Kernel:
 
     async def close(self) -> None:
         process, self._process = self._process, None
+        if self._reading is not None:
+            self._reading.cancel()
         if process is not None:
             with suppress(Exception):  # it may be gone already, and its box too
                 await process.signal(signal.SIGKILL)
 
-    async def _started(self) -> tuple[Process, AsyncIterator[bytes]]:
-        if self._process is None or self._lines is None:
+    async def _started(self) -> tuple[Process, Lines]:
+        if self._process is None:
             driver = importlib.resources.files("tandem.serve.e2b.envd").joinpath("kernel_driver.py").read_text()
             process = await self._entry.start(
                 Start(arguments=["python3", "-u", "-c", driver], folder=self.folder, stdin=True,
                       environment={"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": self._entry.id})
             )  # fmt: skip
-            lines = _lines(process)
+            lines: Lines = asyncio.Queue()
+            # Read apart from who listens: a listener that is cancelled must not take the stream with it.
+            self._reading = asyncio.ensure_future(_read_lines(process, lines))
             async with asyncio.timeout(START_S):
-                first = await anext(lines, b"")
-            if not first:
+                first = await lines.get()
+            if first is None:
                 outcome = await process.wait()
                 raise Fault(400, f"no kernel in this sandbox: python3 ended with code {outcome.code}")
             self._process, self._lines = process, lines
         return self._process, self._lines
 
-    async def _interrupt(self, process: Process, lines: AsyncIterator[bytes]) -> None:
+    async def _interrupt(self, process: Process, lines: Lines) -> None:
         """Stop the running cell; what it still says is dropped."""
         try:
             await process.signal(signal.SIGINT)
             async with asyncio.timeout(INTERRUPT_S):
-                async for line in lines:
+                while (line := await lines.get()) is not None:
                     if msgspec.json.decode(line, type=Event).get("type") == "end":
                         return
         except Exception:  # deaf, dead or gone: the next cell gets a new kernel
@@ -197,15 +205,24 @@ async def _encoded(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[
         await events.aclose()  # type: ignore[attr-defined]
 
 
-async def _lines(process: Process) -> AsyncIterator[bytes]:
+async def _read_lines(process: Process, lines: Lines) -> None:
+    """What the kernel says, line by line; None when it has ended or its box is gone."""
     held = bytearray()
-    async for piece in process.output(from_start=True):
-        if piece.stream != "stdout":
-            continue
-        held += piece.data
-        while (end := held.find(b"\n")) >= 0:
-            yield bytes(held[:end])
-            del held[: end + 1]
+    try:
+        async for piece in process.output(from_start=True):
+            if piece.stream != "stdout":
+                continue
+            held += piece.data
+            while (end := held.find(b"\n")) >= 0:
+                if lines.qsize() >= MAX_LINES:  # its client takes nothing: the kernel ends before our memory does
+                    await process.signal(signal.SIGKILL)
+                    return
+                lines.put_nowait(bytes(held[:end]))
+                del held[: end + 1]
+    except SandboxGone:
+        pass  # ``wait`` says so to who listens
+    finally:
+        lines.put_nowait(None)
 
 
 async def _asked(request: Request) -> dict[str, Any]:
