@@ -26,7 +26,7 @@ from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import Life
 from tandem.sandbox.session import Session
 
-ROUND_TIMEOUT_S = 60.0
+ROUND_TIMEOUT_S = 20.0
 Race = Callable[[SandboxManager, random.Random], Awaitable[str]]
 
 
