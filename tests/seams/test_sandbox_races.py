@@ -33,7 +33,7 @@ def test_on_folders(tmp_path: Path, name: str, kept: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.skip(reason="known defect: a pause beside a call can end the box or hang the call"))
+    pytest.param(name, marks=pytest.mark.skip(reason="defect: a pause beside a call can end the box or hang the call"))
     if name in ("pause and exec", "snapshot after create") else name
     for name in RACES
 ])
