@@ -79,6 +79,8 @@ class NamespaceBackend:
         return self._keeper
 
     async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> Box:
+        if not spec.network.none:  # never a box without what was asked for
+            raise refuse("namespace", Ability.NETWORK)
         keeper = await self._ready()
         template, steps = self._template(spec.template if root is None else "host" if root.host_base else "image")
         root = Root() if root is None else root
