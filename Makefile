@@ -3,7 +3,7 @@
 #   make test             all checks and the whole test suite
 #   make check            the checks alone: layers, lint, types
 #   make docs             pages made from the code: options, schema
-#   make bench            the benchmarks
+#   make bench            the benchmarks; PEER=/path/to/python: beside what that environment holds (trl)
 # PYTHON=python3.12 chooses an interpreter, PIP_ARGS adds to every pip command, PYTEST_ARGS to pytest.
 
 SHELL := /bin/sh
@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 PYTHON ?=
+PEER ?=
 TANDEM_DEMO ?= default
 
 RECIPE_default := recipes/demo.toml
@@ -36,7 +37,9 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.demo
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in benchmarks/*.py; do \
+	  peer=""; if [ -n "$(PEER)" ] && grep -q '"--peer"' $$file; then peer="--peer $(PEER)"; fi; \
+	  echo "== $$file $$peer"; $(BIN)/python $$file $$peer || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

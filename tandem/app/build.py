@@ -18,7 +18,7 @@ import torch
 from tandem.app.gateway import AgentGateway
 from tandem.app.preflight import ModelFiles, Ready, pick_device
 from tandem.config.tree import Recipe
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, RecordError, writing
 from tandem.core.events import EvaluationFinished
 from tandem.core.protocols import EventSink
 from tandem.core.types import WeightVersion
@@ -97,12 +97,13 @@ def export_model(model: CausalLM, folder: Path, *, base: Path) -> Path:
     target, fresh = folder / "model", folder / ".model-new"
     shutil.rmtree(fresh, ignore_errors=True)
     whole = merged_copy(model) if adapters_of(model) else model
-    save_model(whole, fresh, tokenizer_from=base)
-    shutil.rmtree(target, ignore_errors=True)
-    fresh.rename(target)
-    if whole is not model:
-        shutil.rmtree(folder / "adapter", ignore_errors=True)
-        save_adapters(model, folder / "adapter", base=str(base))
+    with writing(folder, RecordError, hint="make room, then resume the run"):
+        save_model(whole, fresh, tokenizer_from=base)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
+        if whole is not model:
+            shutil.rmtree(folder / "adapter", ignore_errors=True)
+            save_adapters(model, folder / "adapter", base=str(base))
     return target
 
 

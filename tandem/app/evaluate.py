@@ -17,7 +17,7 @@ from tandem.app.build import label_of, parts_of
 from tandem.app.preflight import Ready, prepare
 from tandem.app.supervise import FAILED, FINISHED, REASONS, program, supervise
 from tandem.config.tree import Recipe
-from tandem.core.errors import ConfigError, RecordError
+from tandem.core.errors import ConfigError, RecordError, writing
 from tandem.core.events import RunFinished, RunStarted
 from tandem.record.log import EventLog
 from tandem.record.sinks.console import ConsoleSink
@@ -62,12 +62,13 @@ def evaluate(recipe: Recipe, *, model_path: Path | None = None) -> int:
 def _new_folder(recipe: Recipe) -> Path:
     label = f"{label_of(recipe)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     parent = Path(recipe.record.folder) / FOLDER
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):  # several in one second are several
-        folder = parent / (label if number == 1 else f"{label}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+    with writing(parent, ConfigError, hint="choose another record.folder (--record.folder)"):
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):  # several in one second are several
+            folder = parent / (label if number == 1 else f"{label}-{number}")
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
     raise AssertionError
 
 

@@ -23,7 +23,7 @@ from tandem.app.session import TrainingSession
 from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, REASONS, program, supervise
 from tandem.config.load import from_mapping
 from tandem.config.tree import Recipe
-from tandem.core.errors import ConfigError, RecordError, boundary
+from tandem.core.errors import ConfigError, RecordError, boundary, writing
 from tandem.core.events import (
     CheckpointSaved,
     EngineReported,
@@ -39,7 +39,7 @@ from tandem.core.events import (
 )
 from tandem.engine.train.checkpoint import broken, complete_steps
 from tandem.record.curve import draw_curve
-from tandem.record.log import EventLog
+from tandem.record.log import EVENTS, EventLog
 from tandem.record.metrics import TRAIN, fold
 from tandem.record.replay import read
 from tandem.record.sinks.console import ConsoleSink
@@ -101,7 +101,8 @@ def recipe_of(folder: Path) -> tuple[Recipe, dict[str, str]]:
     if not path.is_file():
         raise RecordError(f"no recipe in {folder}: no run, or one that was killed before it began",
                           hint="tandem runs list names the runs of a folder")  # fmt: skip
-    with boundary(RecordError, f"{path} is broken"):
+    hint = f"put the file back, or the recipe's own from the run's blobs (config_blob of the first line of {EVENTS})"
+    with boundary(RecordError, f"{path} is broken", hint=hint):
         saved = json.loads(path.read_text())
         tree, origins = saved["recipe"], dict(saved["origins"])
     try:
@@ -123,9 +124,13 @@ async def _train(recipe: Recipe, ready: Ready | OfflineReady, log: EventLog, eva
 def _new_folder(recipe: Recipe) -> Path:
     label = f"{label_of(recipe)}-{datetime.datetime.now():%Y%m%d-%H%M%S}-s{recipe.trainer.seed}"
     folder = Path(recipe.record.folder) / (recipe.record.name or label)
-    if folder.is_dir() and not any(folder.iterdir()):
-        return folder
-    if folder.exists() or folder.is_symlink():
+    with writing(folder, ConfigError, hint="choose another record.folder (--record.folder)"):
+        if folder.is_dir() and not any(folder.iterdir()):
+            return folder
+        taken = folder.exists() or folder.is_symlink()
+        if not taken:
+            folder.mkdir(parents=True)
+    if taken:
         resume = f"go on with it: {program()} train --resume {shlex.quote(str(folder))}; or "
         is_run = (folder / RECIPE).is_file()
         raise ConfigError(f"run folder {folder} exists", hint=f"{resume if is_run else ''}choose another record.name")
@@ -136,8 +141,9 @@ def _start(log: EventLog, recipe: Recipe, origins: Mapping[str, str], command: s
     saved = json.dumps({"recipe": recipe.model_dump(mode="json"), "origins": dict(origins)}, indent=1)
     path = log.folder / RECIPE
     scratch = path.with_suffix(".new")
-    scratch.write_text(saved)
-    os.replace(scratch, path)
+    with writing(path, RecordError, hint="make room, then start again"):
+        scratch.write_text(saved)
+        os.replace(scratch, path)
     log.emit(
         RunStarted(
             run_id=log.folder.name,

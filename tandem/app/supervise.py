@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tandem.core.errors import TandemError
+from tandem.core.errors import TandemError, disk_full
 
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
 REASONS = {FINISHED: "finished", INTERRUPTED: "interrupted", FAILED: "failed"}  # in the log
@@ -133,8 +133,12 @@ async def _run(work: Work, ending: _Ending) -> tuple[int, str]:
             raise
         if ending.asked:
             return ending.code, "stopped by a signal"
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
         if isinstance(error, TandemError):
             return FAILED, f"{error.message}\nhint: {error.hint}" if error.hint else error.message
+        if full := disk_full(error):
+            return FAILED, full
         traceback.print_exception(error)  # a fault of ours, or of the machine: it has to be found
         return FAILED, f"{type(error).__name__}: {error}"
 
@@ -147,6 +151,15 @@ def _later(loop: asyncio.AbstractEventLoop, task: asyncio.Future[object]) -> Non
 def program() -> str:
     """How this program is called from the present folder."""
     here = Path(sys.executable).parent / "tandem"
-    if not here.exists() or shutil.which("tandem") == str(here):
-        return "tandem"
+    return _called(here, "tandem") if here.exists() else "tandem"
+
+
+def interpreter() -> str:
+    """How this program's Python is called from the present folder."""
+    return _called(Path(sys.executable), "python")
+
+
+def _called(here: Path, name: str) -> str:
+    if shutil.which(name) == str(here):
+        return name
     return shlex.quote(os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here))

@@ -62,6 +62,10 @@ def run_folder(text: str, *, folder: Path = Path("runs")) -> Path:
     for path in (Path(text), folder / text):
         if is_run(path):
             return path
+    for path in (Path(text), folder / text):
+        if any((path / part).exists() for part in ("recipe.json", "checkpoints", "blobs")):
+            raise RecordError(f"run folder {path} has no events.jsonl, which is the run's memory",
+                              hint="put the file back; without it the run can neither be shown nor go on")  # fmt: skip
     names = [path.name for path in known]
     near = difflib.get_close_matches(Path(text).name, names, n=3, cutoff=0.4) or names[-3:]
     raise RecordError(f"no run {text!r}", hint=f"such as: {', '.join(near)}" if near else f"{folder} holds no runs")

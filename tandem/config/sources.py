@@ -40,7 +40,10 @@ def read_file(path: Path) -> list[Value]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path}: {_reason(error)}", hint=_near_file(path)) from error
+        hint = _near_file(path) if isinstance(error, FileNotFoundError) else ""
+        if isinstance(error, UnicodeDecodeError):
+            hint = f"save it as UTF-8: iconv -f latin1 -t utf-8 {path}, say"
+        raise ConfigError(f"recipe {path}: {_reason(error)}", hint=hint) from error
     tree, lines = _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
     return list(_flatten(path, tree, lines, ()))
 
@@ -60,7 +63,10 @@ def _read_toml(path: Path, text: str) -> tuple[Mapping[str, object], dict[str, i
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not valid TOML: {error}", hint="text needs quotes") from error
+        found = re.search(r"\(at line (\d+)", str(error))
+        line = int(found[1]) if found else max(1, len(text.splitlines()))
+        hint = "text needs quotes" if "Invalid value" in str(error) else ""
+        raise ConfigError(f"recipe {path}:{line} is not valid TOML: {error}", hint=hint) from error
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -90,7 +96,11 @@ def _read_yaml(path: Path, text: str) -> tuple[Mapping[str, object], dict[str, i
     def note(node: yaml.Node, prefix: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                lines[name := f"{prefix}{key.value}"] = key.start_mark.line + 1
+                name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+                if name in lines:
+                    raise ConfigError(f"{path}:{line}: {name} is set a second time (first in line {lines[name]})",
+                                      hint="leave one of the two out")  # fmt: skip
+                lines[name] = line
                 note(value, name + ".")
 
     assert node is not None

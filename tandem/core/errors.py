@@ -6,8 +6,10 @@ help (``retryable``).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class TandemError(Exception):
@@ -113,5 +115,30 @@ def boundary(kind: type[TandemError], what: str, *, hint: str = "") -> Iterator[
         yield
     except TandemError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that exits while it is loaded does not end the command
         raise kind(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
+
+
+@contextmanager
+def writing(place: Path, kind: type[TandemError], *, hint: str = "") -> Iterator[None]:
+    """Turn what the system says against writing at ``place`` into ``kind``, with the file that it is about."""
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:
+        if full := disk_full(error, place):
+            raise kind(full, hint=hint or "make room, then try again") from error
+        if not isinstance(error, OSError):
+            raise
+        path = error.filename if isinstance(error.filename, str) else place
+        raise kind(f"{path} cannot be written: {error.strerror or error}", hint=hint) from error
+
+
+def disk_full(error: BaseException, place: Path | None = None) -> str:
+    """The one sentence for a full disk, by whatever library it comes; empty for every other error."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not is_full and "No space left on device" not in str(error):  # Rust's and C++'s libraries keep the words alone
+        return ""
+    named = error.filename if isinstance(error, OSError) else None
+    return f"no space left at {named or place or 'the disk that is written to'}"

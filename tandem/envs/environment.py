@@ -107,7 +107,7 @@ def _call_factory(factory: Callable[..., object], section: EnvironmentSection) -
         return factory(**section.options)
     except TandemError:
         raise
-    except Exception as error:  # the boundary to the user's code, which must name its line
+    except (Exception, SystemExit) as error:  # the boundary to the user's code, which must name its line
         raise PluginError(f"environment {section.name!r} could not be made: {describe(error)}") from error
 
 
@@ -143,7 +143,7 @@ def demonstration(environment: Environment, task: Task) -> tuple[Message, ...] |
     where = f"environment {environment.name!r}: demonstrate({task.id!r})"
     try:
         added = tuple(environment.demonstrate(task))
-    except Exception as error:  # the boundary to the user's code, which must name its line
+    except (Exception, SystemExit) as error:  # the boundary to the user's code, which must name its line
         raise PluginError(f"{where} raised {describe(error)}") from error
     if not added or not all(isinstance(each, Message) for each in added) or added[-1].role is not Role.ASSISTANT:
         raise PluginError(f"{where} must give the messages after the task's own, the last one an assistant's")
@@ -155,7 +155,7 @@ def _made(taskset: Taskset, seed: int, index: int, what: str) -> Task:
         made = taskset.get(seed, index)
     except TandemError:
         raise
-    except Exception as error:  # the boundary to the user's code, which must name its line
+    except (Exception, SystemExit) as error:  # the boundary to the user's code, which must name its line
         raise PluginError(f"{what} raised {describe(error)}") from error
     if not isinstance(made, Task):
         raise PluginError(f"{what} is of type {type(made).__name__}, not Task")

@@ -84,7 +84,7 @@ class Tool:
                 output = await self.function(**arguments)
         except SandboxError:
             raise  # the box is lost, whatever the clock says
-        except Exception as error:  # the boundary to the user's code, which must name its line
+        except (Exception, SystemExit) as error:  # the boundary to the user's code, which must name its line
             if deadline.expired():
                 raise ToolError(f"[timed out after {time_s:g} s]", failure=ToolFailure.TIMEOUT) from error
             if isinstance(error, TandemError):

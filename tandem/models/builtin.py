@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tandem.core.cache import cache_folder, make_folder
-from tandem.core.errors import ModelError
+from tandem.core.errors import ConfigError, ModelError
 from tandem.core.wire import digest
 from tandem.models.gguf_import import import_gguf
 from tandem.models.loader import init_model
@@ -47,7 +47,8 @@ def resolve_model(path: str) -> Path:
     Conversions happen once and are kept in the user's cache.
 
     Raises:
-        ModelError: there is no such thing; the hint names near ones, or the command that installs it.
+        ConfigError: there is no such thing; the hint names near ones. ModelError: the package of ``smollm2`` is not
+            installed; the hint is the command that installs it.
     """
     if path == "smollm2":
         return _converted(_smollm2_file())
@@ -58,11 +59,11 @@ def resolve_model(path: str) -> Path:
         return place
     if place.is_file():
         if place.suffix != ".gguf":
-            raise ModelError(f"{place} is a file, but not a .gguf file", hint="give a model folder or a .gguf file")
+            raise ConfigError(f"{place} is a file, but not a .gguf file", hint="give a model folder or a .gguf file")
         return _converted(place)
     beside = [str(place.with_name(p.name)) for p in place.parent.glob("*")] if place.parent.is_dir() else []
     near = difflib.get_close_matches(path, [*beside, "smollm2", "tiny"], n=2)
-    raise ModelError(
+    raise ConfigError(
         f"model not found: {path}",
         hint=f"did you mean {' or '.join(near)}?" if near else "a model folder, a .gguf file, smollm2, or tiny",
     )

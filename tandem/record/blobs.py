@@ -10,7 +10,7 @@ import os
 import threading
 from pathlib import Path
 
-from tandem.core.errors import RecordError
+from tandem.core.errors import RecordError, writing
 from tandem.core.wire import digest
 
 
@@ -21,16 +21,28 @@ class BlobStore:
         self._folder = folder
 
     def put(self, data: bytes) -> str:
-        """Store bytes under their digest; storing them again costs a look."""
+        """Store bytes under their digest; storing them again costs a look.
+
+        Raises:
+            RecordError: the disk is full or gone.
+        """
         name = digest(data)
         target = self._path(name)
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            # Not the temporary-file library: it would hide a run's blobs from everyone else who may read the run.
-            scratch = target.with_name(f".new-{name}-{os.getpid()}-{threading.get_ident()}")
+            with writing(target.parent, RecordError, hint="make room, then resume the run"):
+                self._write(target, data)
+        return name
+
+    def _write(self, target: Path, data: bytes) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Not the temporary-file library: it would hide a run's blobs from everyone else who may read the run.
+        scratch = target.with_name(f".new-{target.name}-{os.getpid()}-{threading.get_ident()}")
+        try:
             scratch.write_bytes(data)
             os.replace(scratch, target)
-        return name
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
 
     def get(self, name: str) -> bytes:
         """The bytes of a digest.

@@ -8,6 +8,7 @@ loses none; a torn last line is cut off on the next open and said so, never read
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.core.errors import RecordError
+from tandem.core.errors import RecordError, writing
 from tandem.core.events import AnyEvent, CheckpointSaved, Envelope, RunFinished, WarningRaised
 from tandem.core.wire import digest
 from tandem.record.blobs import BlobStore
 
 EVENTS, HEAD, LOCK, BLOBS = "events.jsonl", "events.head", "writer.lock", "blobs"
 GENESIS = ""
+HINT = "make room, then resume the run"
 TAIL_BYTES = 2**18
 Listener = Callable[[Envelope], None]
 
@@ -50,14 +52,16 @@ class EventLog:
     """The writer. Use as a context manager; ``listen`` adds in-memory readers, which cannot disturb the run."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder, RecordError, hint="make room, or make it writable"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _take_lock(folder / LOCK)
         self.folder = folder
         self.blobs = BlobStore(folder / BLOBS)
-        self._lock = _take_lock(folder / LOCK)
         self._path = folder / EVENTS
         self._guard = threading.Lock()  # events come from the loop and from executors
         self._encoder = msgspec.json.Encoder()
         self._listeners: list[Listener] = []
+        self._failed = False
         try:
             self._sequence, self._previous, torn = _tail(self._path)
             self._check_head()
@@ -109,20 +113,23 @@ class EventLog:
             raise RecordError(f"{self._path} is closed: nothing can happen in this run any more")
         end = os.fstat(self._file.fileno()).st_size
         try:
-            written = self._file.write(data)
-            problem = "" if written == len(data) else "the disk is full"
-        except OSError as error:
-            problem = error.strerror or str(error)
-        if problem:
+            with writing(self._path, RecordError, hint=HINT):
+                if self._file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except RecordError:
+            self._failed = True
             with suppress(OSError):
                 os.ftruncate(self._file.fileno(), end)
-            raise RecordError(f"{self._path} cannot be written: {problem}", hint="make room, then resume the run")
+            raise
 
     def _sync(self) -> None:
-        os.fsync(self._file.fileno())
-        scratch = self.folder / f".{HEAD}.new"
-        scratch.write_bytes(msgspec.json.encode(Head(self._sequence, self._previous)))
-        os.replace(scratch, self.folder / HEAD)
+        failed, self._failed = self._failed, True
+        with writing(self._path, RecordError, hint=HINT):
+            os.fsync(self._file.fileno())
+            scratch = self.folder / f".{HEAD}.new"
+            scratch.write_bytes(msgspec.json.encode(Head(self._sequence, self._previous)))
+            os.replace(scratch, self.folder / HEAD)
+        self._failed = failed
 
     def _check_head(self) -> None:
         head = read_head(self.folder)
@@ -139,9 +146,14 @@ class EventLog:
         """Sync to the disk and give up the lock. Idempotent."""
         with self._guard:
             if not self._file.closed:
-                self._sync()
-                self._file.close()
-                os.close(self._lock)
+                try:
+                    self._sync()
+                except RecordError:
+                    if not self._failed:  # else it was told already
+                        raise
+                finally:
+                    self._file.close()
+                    os.close(self._lock)
 
     def __enter__(self) -> EventLog:
         return self

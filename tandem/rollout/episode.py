@@ -76,7 +76,7 @@ class _Progress:
     reward_s: float = 0.0
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """The taxonomy: which exception, raised inside an episode, is which failure."""
     if not isinstance(error, TandemError):
         return Failure(kind=FailureKind.ENVIRONMENT, detail=describe(error), retryable=WorkflowError.retryable)
@@ -111,7 +111,7 @@ async def run_attempt(attempt: Attempt, around: Surroundings) -> Episode:
             failure = Failure(kind=FailureKind.EPISODE_TIMEOUT, detail=detail, retryable=False)
         if failure is None:
             reward, failure = await _judge(attempt, around, limits, box, progress)
-    except Exception as error:  # the supervisor of an episode: everything it raises is a typed outcome
+    except (Exception, SystemExit) as error:  # the supervisor of an episode: everything it raises is a typed outcome
         failure = failure_of(error)
     finally:
         if box is not None:

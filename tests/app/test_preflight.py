@@ -70,6 +70,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "latin.toml").write_bytes("# gr\u00fcn\n".encode("latin1"))
+    (tmp_path / "twice.yaml").write_text("trainer:\n  steps: 1\n  steps: 2\n")
+    (tmp_path / "header.toml").write_text("\n[rollout\ngroup_size = 2\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
     yield tmp_path
     runs = tmp_path / "runs"
     assert not runs.exists() or [path.name for path in runs.iterdir()] == ["taken"]
@@ -82,8 +86,15 @@ CASES = [
     ("type.toml", 2, 'trainer.steps (type.toml:2): must be a whole number, got "3"', ""),
     ("--trainer.steps many", 2, "--trainer.steps must be a whole number, got 'many'", ""),
     ("--trainer.steps -1", 2, "trainer.steps (flag --trainer.steps): must be greater than or equal to 0, got -1", ""),
+    ("--trainer.steps 99999999999999999999999", 2, "trainer.steps (flag --trainer.steps): must be less than", ""),
+    ("--rollout.group-size 999999", 2, "rollout.group_size (flag --rollout.group-size): must be less than", ""),
+    ("twice.yaml", 2, "twice.yaml:3: trainer.steps is set a second time (first in line 2)", "leave one of the two out"),
+    ("latin.toml", 2, "latin.toml: is not UTF-8", "iconv"),
+    ("header.toml", 2, "header.toml:2 is not valid TOML", ""),
+    ("--environment.name exits.py:environment", 2, "SystemExit: 3", "exits.py:2"),
+    ("--record.folder number.py/runs", 2, "number.py/runs", "choose another record.folder"),
     ("--model.dtype float16", 2, "model.dtype (flag --model.dtype): must be one of", "did you mean bfloat16?"),
-    ("--model.path tny", 1, "model not found: tny", "did you mean tiny?"),
+    ("--model.path tny", 2, "model not found: tny", "did you mean tiny?"),
     ("--model.device gpu7", 2, "model.device is 'gpu7'", "auto, cpu or cuda"),
     ("--model.tool-format herms", 2, "model.tool_format: no parser named 'herms'", "hermes"),
     ("--algorithm.name gropo", 2, "no algorithm named 'gropo'", "did you mean grpo"),
@@ -122,6 +133,9 @@ def test_one_clear_message_before_any_model_is_loaded(
 def test_what_is_no_run_is_not_resumed(here: Path, capsys: pytest.CaptureFixture[str]):
     assert said(capsys, "train", "--resume", "runs/nothing", code=1).startswith("error: no run 'runs/nothing'\nhint: ")
     assert said(capsys, "train", "--resume", str(here), code=1).startswith(f"error: no run '{here}'\nhint: ")
+    (here / "headless" / "checkpoints").mkdir(parents=True)
+    told = said(capsys, "train", "--resume", "headless", code=1)
+    assert told.startswith("error: run folder headless has no events.jsonl") and "\nhint: put the file back" in told
     assert "'--trainer.steps' would change it" in said(
         capsys, "train", "--resume", "last", "--trainer.steps", "9", code=2
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -228,3 +230,20 @@ def test_a_checkpoint_that_cannot_be_used_is_named_and_training_does_not_begin_a
             _check_checkpoints(tmp_path, anew=False)
         assert f"train --resume {tmp_path} --anew" in error.value.hint
         _check_checkpoints(tmp_path, anew=True)
+
+
+# ---- a full disk
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line_and_a_way_on(place: Path):
+    disk = place / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        child = tandem("train", *small(disk, "full"), place=place, code=1)
+        assert "Traceback" not in child.said
+        (error,) = [line for line in child.err.splitlines() if line.startswith("error: ")]
+        assert error.startswith(f"error: no space left at {disk}")
+        assert "train --resume" in child.err
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

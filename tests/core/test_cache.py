@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.core.cache import cache_folder, make_folder
+from tandem.core.errors import ConfigError
 
 
 def fill(folder: Path) -> None:
@@ -70,3 +71,11 @@ def test_a_failed_or_killed_build_leaves_no_entry(tmp_path: Path):
     assert killed.exitcode == 9 and not target.exists()
     make_folder(target, fill)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["made"]
+
+
+def test_a_cache_that_cannot_be_made_is_said_with_the_variable_that_moves_it(monkeypatch, tmp_path: Path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="file/tandem") as raised:
+        cache_folder("models")
+    assert "XDG_CACHE_HOME" in raised.value.hint

@@ -1,11 +1,13 @@
 """Errors travel between processes whole, and foreign ones become ours."""
 
+import errno
 import pickle
+from pathlib import Path
 
 import pytest
 
 from tandem.core import errors
-from tandem.core.errors import PluginError, SandboxGone, TandemError, boundary
+from tandem.core.errors import PluginError, RecordError, SandboxGone, TandemError, boundary, writing
 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
 
@@ -27,3 +29,25 @@ def test_the_boundary_names_foreign_errors_and_lets_ours_pass():
         raise SandboxGone("gone")
     with pytest.raises(KeyboardInterrupt), boundary(PluginError, "loading x"):
         raise KeyboardInterrupt
+
+
+def test_an_exit_of_foreign_code_is_its_error():
+    with pytest.raises(PluginError, match="loading x: SystemExit: 3"), boundary(PluginError, "loading x"):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "full"), "no space left at a/b"),
+        (OSError(errno.ENOSPC, "full", "a/c"), "no space left at a/c"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "no space left at a/b"),
+        (OSError(errno.EACCES, "Permission denied", "a/c"), "a/c cannot be written: Permission denied"),
+    ],
+)
+def test_what_cannot_be_written_is_named(error, said):
+    with pytest.raises(RecordError) as raised, writing(Path("a/b"), RecordError):
+        raise error
+    assert str(raised.value) == said
+    with pytest.raises(ValueError, match="ours"), writing(Path("a/b"), RecordError):
+        raise ValueError("ours")

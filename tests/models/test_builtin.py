@@ -10,7 +10,7 @@ import torch
 from reference_models import logits_of
 from transformers import AutoModelForCausalLM
 
-from tandem.core.errors import ModelError
+from tandem.core.errors import ConfigError, ModelError
 from tandem.models import builtin
 from tandem.models.builtin import resolve_model
 from tandem.models.loader import load_model
@@ -36,11 +36,11 @@ def test_tiny_is_made_once_and_complete():
 
 
 def test_unknown_names_say_what_is_near(tmp_path: Path):
-    with pytest.raises(ModelError, match="model not found: smolm2") as caught:
+    with pytest.raises(ConfigError, match="model not found: smolm2") as caught:
         resolve_model("smolm2")
     assert "smollm2" in caught.value.hint
     (tmp_path / "weights.bin").write_text("")
-    with pytest.raises(ModelError, match=r"not a \.gguf file"):
+    with pytest.raises(ConfigError, match=r"not a \.gguf file"):
         resolve_model(str(tmp_path / "weights.bin"))
 
 

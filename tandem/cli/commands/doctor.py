@@ -17,6 +17,7 @@ def doctor() -> None:
     ok: there. --: not there, and not needed. NO: needed.
     """
     from tandem.app.doctor import facts
+    from tandem.app.supervise import program
 
     found = facts()
     missing = [fact.feature for fact in found if fact.ok is False]
@@ -26,5 +27,5 @@ def doctor() -> None:
         print(f"{mark:<3} {fact.feature:<{width}}  {fact.detail}")
         if not fact.ok and fact.remedy:
             print(f"    {'':<{width}}  remedy: {fact.remedy}")
-    print(f"not ready: {', '.join(missing)}" if missing else "ready: tandem train recipes/demo.toml")
+    print(f"not ready: {', '.join(missing)}" if missing else f"ready: {program()} train recipes/demo.toml")
     raise typer.Exit(FAILED if missing else 0)

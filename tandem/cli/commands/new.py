@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import keyword
+import shlex
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
 
-from tandem.core.errors import ConfigError
+from tandem.app.supervise import interpreter, program
+from tandem.core.errors import ConfigError, writing
 
 app = typer.Typer(help="Write the start of a plug-in.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -30,10 +33,14 @@ def environment(
     for path in made:
         if path.exists():
             raise ConfigError(f"{path} exists", hint="choose another name, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, template in made.items():
-        text = (files("tandem.cli") / "templates" / template).read_text()
-        path.write_text(text.replace("NAME", name))
-        print(f"wrote {path}")
-    print(f"check it: python -m pytest {folder / f'test_{name}.py'}")
-    print(f"train it: tandem train --environment.name {folder / f'{name}.py'}:{name}")
+    with writing(folder, ConfigError, hint="choose another --folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, template in made.items():
+            text = (files("tandem.cli") / "templates" / template).read_text()
+            path.write_text(text.replace("NAME", name))
+            print(f"wrote {path}")
+    test, code = shlex.quote(str(folder / f"test_{name}.py")), shlex.quote(f"{folder / f'{name}.py'}:{name}")
+    if find_spec("pytest") is None:
+        print(f"first:    {interpreter()} -m pip install pytest")
+    print(f"check it: {interpreter()} -m pytest {test}")
+    print(f"train it: {program()} train --environment.name {code}")

@@ -8,14 +8,14 @@ from tandem.config.sections.section import Section
 
 
 class RolloutSection(Section):
-    groups_per_step: int = Field(default=4, ge=1)
+    groups_per_step: int = Field(default=4, ge=1, le=65536)
     """Groups (tasks) that one training step learns from."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=65536)
     """Sibling episodes of one task."""
     staleness: int = Field(default=0, ge=0)
     """Most weight versions between sampling and training. 0: strictly on-policy; more lets rollout and training
     overlap."""
-    max_concurrent_episodes: int = Field(default=64, ge=1)
+    max_concurrent_episodes: int = Field(default=64, ge=1, le=65536)
     """Most episodes in flight."""
     retries: int = Field(default=2, ge=0)
     """Fresh attempts after a retryable failure of an episode."""
@@ -33,7 +33,7 @@ class RolloutSection(Section):
     """Deadline of one tool call."""
     reward_time_s: float = Field(default=10.0, gt=0)
     """Deadline of one reward function; its process is killed then."""
-    reward_processes: int = Field(default=2, ge=1)
+    reward_processes: int = Field(default=2, ge=1, le=1024)
     """Processes that reward functions run in."""
     episode_time_s: float = Field(default=300.0, gt=0)
     """Deadline of one episode."""

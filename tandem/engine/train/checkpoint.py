@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tandem.core.errors import RecordError
+from tandem.core.errors import RecordError, writing
 from tandem.core.wire import decode, encode
 from tandem.engine.train.optimizer import AdamW
 from tandem.engine.train.random_state import random_state, set_random_state
@@ -62,7 +62,15 @@ class CheckpointStore:
         self._critic = critic
 
     def save(self, step: int, extra: Mapping[str, object]) -> str:
-        """Write the checkpoint of ``step``; the caller sees to it that no step runs meanwhile."""
+        """Write the checkpoint of ``step``; the caller sees to it that no step runs meanwhile.
+
+        Raises:
+            RecordError: the disk is full or gone; what was there before stays.
+        """
+        with writing(self._folder, RecordError, hint="make room, then resume the run"):
+            return self._save(step, extra)
+
+    def _save(self, step: int, extra: Mapping[str, object]) -> str:
         self._folder.mkdir(parents=True, exist_ok=True)
         for torn in self._folder.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(torn)
