@@ -53,13 +53,13 @@ class Attention(nn.Module):
         self.ops = ops
         self.spec = spec
         self.window = spec.window(layer)
-        self.scale = spec.head_dim**-0.5
+        self.scale = (spec.query_scalar or spec.head_dim) ** -0.5
         place = {"dtype": dtype, "device": device}
         self.qkv = Linear(spec.hidden_size, spec.query_size + 2 * spec.kv_size, ops, bias=spec.qkv_bias, **place)
         self.out = Linear(spec.query_size, spec.hidden_size, ops, bias=spec.out_bias, **place)
         if spec.qk_norm:
-            self.query_norm = Norm(spec.head_dim, spec.norm_eps, ops, **place)
-            self.key_norm = Norm(spec.head_dim, spec.norm_eps, ops, **place)
+            self.query_norm = Norm(spec.head_dim, spec, ops, **place)
+            self.key_norm = Norm(spec.head_dim, spec, ops, **place)
 
     def forward(
         self, x_TE: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, context: AttentionContext

@@ -12,25 +12,36 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from tandem.kernels.ops import Ops
 from tandem.models.attention import Attention, AttentionContext
+from tandem.models.experts import Mixture
 from tandem.models.layers import Embedding, GatedMLP, Linear, Norm, RopeTable
 from tandem.models.spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind its norm and around its residual."""
+    """Attention and MLP (or experts), each behind its norm and around its residual."""
 
     def __init__(self, spec: ModelSpec, layer: int, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.attention_norm = Norm(spec.hidden_size, spec.norm_eps, ops, dtype=dtype, device=device)
+        def norm() -> Norm:
+            return Norm(spec.hidden_size, spec, ops, dtype=dtype, device=device)
+
+        experts = spec.mixture(layer)
+        self.attention_norm = norm()
         self.attention = Attention(spec, layer, ops, dtype=dtype, device=device)
-        self.mlp_norm = Norm(spec.hidden_size, spec.norm_eps, ops, dtype=dtype, device=device)
-        self.mlp = GatedMLP(spec, ops, dtype=dtype, device=device)
+        self.attention_post_norm = norm() if spec.post_norms else nn.Identity()
+        self.mlp_norm = norm()
+        if experts is None:
+            self.mlp = GatedMLP(spec, spec.intermediate_size, ops, dtype=dtype, device=device)
+        else:
+            self.mlp = Mixture(spec, experts, ops, dtype=dtype, device=device)
+        self.mlp_post_norm = norm() if spec.post_norms else nn.Identity()
 
     def forward(
         self, x_TE: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos_TD, sin_TD, context)
-        return x_TE + self.mlp(self.mlp_norm(x_TE))
+        attended_TE = self.attention(self.attention_norm(x_TE), cos_TD, sin_TD, context)
+        x_TE = x_TE + self.attention_post_norm(attended_TE)
+        return x_TE + self.mlp_post_norm(self.mlp(self.mlp_norm(x_TE)))
 
 
 class CausalLM(nn.Module):
@@ -45,10 +56,11 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(spec, layer, ops, dtype=dtype, device=device) for layer in range(spec.num_layers)
         )
-        self.norm = Norm(spec.hidden_size, spec.norm_eps, ops, dtype=dtype, device=device)
+        self.norm = Norm(spec.hidden_size, spec, ops, dtype=dtype, device=device)
         if not spec.tied_head:
             self.head = Linear(spec.hidden_size, spec.vocab_size, ops, bias=False, dtype=dtype, device=device)
-        self._rope = RopeTable(spec, device=device)
+        self._rope = RopeTable(spec.rope, spec, device=device)
+        self._local_rope = RopeTable(spec.local_rope, spec, device=device) if spec.local_rope else self._rope
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -73,8 +85,10 @@ class CausalLM(nn.Module):
         """Hidden rows after the final norm, ``[T, hidden]``. With ``checkpoint`` the backward pass recomputes
         each layer from its input instead of keeping its activations."""
         x_TE = self.embedding(ids_T)
-        cos_TD, sin_TD = self._rope.at(positions_T)
-        for layer in self.layers:
+        everywhere = self._rope.at(positions_T)
+        local = self._local_rope.at(positions_T) if self.spec.local_rope else everywhere
+        for number, layer in enumerate(self.layers):
+            cos_TD, sin_TD = local if self.spec.window(number) else everywhere
             if checkpoint and torch.is_grad_enabled():
                 x_TE = recompute(layer, x_TE, cos_TD, sin_TD, context, use_reentrant=False)
             else:

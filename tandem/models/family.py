@@ -15,8 +15,10 @@ from tandem.core.registry import Registry
 from tandem.models.spec import ModelSpec
 
 BUILTIN = {
+    "gemma3_text": "tandem.models.families.gemma3:FAMILY",
     "llama": "tandem.models.families.llama:FAMILY",
     "qwen3": "tandem.models.families.qwen3:FAMILY",
+    "qwen3_moe": "tandem.models.families.qwen3_moe:FAMILY",
 }
 
 

@@ -1,4 +1,4 @@
-"""The parts a decoder layer is made of: linear, norm, gated MLP, rotary tables.
+"""The parts a decoder layer is made of: linear, norm, embedding, gated MLP, rotary tables.
 
 Owns: parameters and their shapes. Refuses: arithmetic, which is the op table's. Parameters are made empty: a
 loader or an initialiser fills every one of them.
@@ -38,16 +38,16 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     """Root-mean-square norm over the last dimension."""
 
-    def __init__(self, size: int, eps: float, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, spec: ModelSpec, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.ops = ops
-        self.eps = eps
+        self.eps = spec.norm_eps
+        self.unit_offset = spec.unit_offset_norms
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() == 2:
-            return self.ops.rms_norm(x, self.weight, self.eps)
-        return self.ops.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+        norm = self.ops.rms_norm_offset if self.unit_offset else self.ops.rms_norm
+        return norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
 class Embedding(nn.Module):
@@ -56,24 +56,26 @@ class Embedding(nn.Module):
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device))
+        # Rounded to the type of the weights, as the models that have it were trained.
+        self.scale = float(torch.tensor(spec.hidden_size**0.5).to(dtype)) if spec.scaled_embedding else None
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(ids_T, self.weight)
+        x_TE = nn.functional.embedding(ids_T, self.weight)
+        return x_TE if self.scale is None else x_TE * self.scale
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` with gate and up in one projection."""
+    """``down(activation(gate(x)) * up(x))`` with gate and up in one projection; ``size`` inner dimensions."""
 
-    def __init__(self, spec: ModelSpec, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, size: int, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.ops = ops
-        size = spec.intermediate_size
+        self.activate = ops.gelu_mul if spec.activation == "gelu_tanh" else ops.silu_mul
         self.gate_up = Linear(spec.hidden_size, 2 * size, ops, bias=spec.mlp_bias, dtype=dtype, device=device)
         self.down = Linear(size, spec.hidden_size, ops, bias=spec.mlp_bias, dtype=dtype, device=device)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=1)
-        return self.down(self.ops.silu_mul(gate_TF, up_TF))
+        return self.down(self.activate(gate_TF, up_TF))
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -95,8 +97,8 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 class RopeTable:
     """Cosines and sines of all positions, made once in float32 so that no call's shape can change their bits."""
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device) -> None:
-        frequencies = rope_frequencies(spec.rope, spec.head_dim)
+    def __init__(self, rope: RopeSpec, spec: ModelSpec, *, device: torch.device) -> None:
+        frequencies = rope_frequencies(rope, spec.head_dim)
         angles = torch.outer(torch.arange(spec.max_positions, dtype=torch.float32), frequencies)
         self._cos = angles.cos().to(device)
         self._sin = angles.sin().to(device)

@@ -75,7 +75,7 @@ def init_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if spec.unit_offset_norms else 1.0)
             elif name.endswith(".bias"):
                 parameter.zero_()
             else:

@@ -26,8 +26,21 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """A mixture of experts in place of the MLP: each token goes through the ``per_token`` experts its router likes
+    best. ``normalised``: their weights sum to one. ``dense_layers`` keep a plain MLP."""
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated SiLU MLP."""
+    """A decoder-only transformer: norms before (and after) each part, rotary positions, grouped-query attention,
+    a gated MLP or a mixture of such."""
 
     family: str
     vocab_size: int
@@ -47,6 +60,18 @@ class ModelSpec:
     mlp_bias: bool = False
     windows: tuple[int, ...] = ()
     """Attention window of each layer, 0 for all earlier tokens; empty: 0 everywhere."""
+    local_rope: RopeSpec | None = None
+    """Rotary embedding of the layers with a window, where it differs from that of the others."""
+    query_scalar: int | None = None
+    """Scores are divided by the root of this; None: of ``head_dim``."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    unit_offset_norms: bool = False
+    """A norm multiplies by 1 + weight, in float32, and rounds afterwards."""
+    post_norms: bool = False
+    """A norm on what attention and MLP give, before it is added to the residual."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of ``hidden_size``."""
+    experts: ExpertSpec | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
@@ -64,6 +89,10 @@ class ModelSpec:
             raise ModelError(f"model configuration: head_dim {self.head_dim} is odd, rotary positions need pairs")
         if self.windows and len(self.windows) != self.num_layers:
             raise ModelError(f"model configuration: {len(self.windows)} windows for {self.num_layers} layers")
+        if self.experts and not 1 <= self.experts.per_token <= self.experts.num_experts:
+            raise ModelError(
+                f"model configuration: {self.experts.per_token} of {self.experts.num_experts} experts for each token"
+            )
 
     @property
     def query_size(self) -> int:
@@ -76,3 +105,7 @@ class ModelSpec:
     def window(self, layer: int) -> int:
         """Keys that a token of this layer sees, itself included; 0: all earlier ones."""
         return self.windows[layer] if self.windows else 0
+
+    def mixture(self, layer: int) -> ExpertSpec | None:
+        """The experts of this layer; None: it has a plain MLP."""
+        return self.experts if self.experts and layer not in self.experts.dense_layers else None

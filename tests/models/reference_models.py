@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tandem.kernels.ops import KeyIndex
 from tandem.models.attention import AttentionContext
@@ -16,14 +25,25 @@ COMMON = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=2,
 )
-KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+# What a family needs beside the sizes that all have. Gemma: windows on five of six layers, shorter than the tests'
+# sequences; a query scalar and rotary bases that are not the defaults.
+OWN = {
+    "gemma3_text": dict(num_hidden_layers=6, sliding_window=7, query_pre_attn_scalar=24, hidden_size=64),
+    "qwen3_moe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
+}
 
 
 def reference_model(kind: str, **changes: object) -> torch.nn.Module:
     """A random model of the reference library, norms and biases included, so that a lost one shows."""
     config_class, model_class = KINDS[kind]
     torch.manual_seed(3)
-    model = model_class(config_class(**{**COMMON, **changes})).eval()
+    model = model_class(config_class(**{**COMMON, **OWN.get(kind, {}), **changes})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -17,6 +17,10 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 MODELS = {
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama untied": ("llama", {"tie_word_embeddings": False}),
@@ -29,6 +33,12 @@ MODELS = {
     "qwen3 untied": ("qwen3", {"head_dim": 32}),
     "qwen3 biases": ("qwen3", {"attention_bias": True}),
     "qwen3 windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 untied, other ropes": ("gemma3_text", {"tie_word_embeddings": False, "rope_parameters": GEMMA_ROPES}),
+    "qwen3 moe": ("qwen3_moe", {}),
+    "qwen3 moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    "qwen3 moe, some layers dense": ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen3 moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "num_experts_per_tok": 6}),
 }
 IDS = [5, 9, 3, 77, 41, 8, 8, 60, 13, 90, 22, 31, 4, 55, 67, 18, 2, 11, 35, 6] * 3
 
@@ -43,7 +53,7 @@ def test_logits_equal_the_reference_library(name: str, tmp_path: Path):
         torch.testing.assert_close(logits_of(ours, IDS, IDS[:7]), torch.cat(expected), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
 def test_gradients_equal_the_reference_library(kind: str, tmp_path: Path):
     # No pad id: where it is the end id too, the reference gives the end token's embedding no gradient.
     theirs = save_reference(tmp_path / "model", kind, tie_word_embeddings=True, pad_token_id=None)
@@ -67,7 +77,7 @@ def test_recomputed_activations_give_the_same_gradient(tmp_path: Path):
     assert all(torch.equal(left, right) for left, right in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama llama3 rope", "qwen3 windows"])
+@pytest.mark.parametrize("name", ["llama llama3 rope", "qwen3 windows", "gemma3", "qwen3 moe, some layers dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cache_road_gives_the_bits_of_the_training_road(name: str, dtype: torch.dtype, tmp_path: Path):
     kind, changes = MODELS[name]

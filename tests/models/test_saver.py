@@ -16,6 +16,7 @@ from tandem.models.saver import save_model
 
 IDS = [5, 9, 3, 77, 41, 8, 8, 60]
 ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,10 @@ ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
         ("llama", {"rope_parameters": ROPE, "attention_bias": True, "mlp_bias": True}),
         ("qwen3", {}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("gemma3_text", {}),
+        ("gemma3_text", {"rope_parameters": {"full_attention": ROPE, "sliding_attention": LOCAL_ROPE}}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
     ],
 )
 def test_the_reference_library_reads_what_we_save(kind: str, changes: dict, tmp_path: Path):

@@ -27,12 +27,12 @@ def number(config: Mapping[str, object], name: str, kind: type[N], default: N | 
     return kind(value)
 
 
-def flag(config: Mapping[str, object], name: str) -> bool:
-    """A boolean that is false where it is not given."""
+def flag(config: Mapping[str, object], name: str, default: bool = False) -> bool:
+    """A boolean that is ``default`` where it is not given."""
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"model configuration: {name} is {value!r}, expected true or false")
-    return bool(value)
+    return default if value is None else value
 
 
 def read_rope(config: Mapping[str, object]) -> RopeSpec:
@@ -75,11 +75,26 @@ def write_rope(rope: RopeSpec) -> dict[str, object]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
-def read_common(config: Mapping[str, object]) -> dict[str, Any]:
-    """The keyword arguments of ``ModelSpec`` that do not depend on the family."""
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"model configuration: hidden_act {activation!r} is not supported", hint="silu")
+def read_windows(kinds: object, size: int) -> tuple[int, ...]:
+    """The window of each layer: ``kinds`` is its ``layer_types``, ``size`` that of the sliding ones."""
+    if not isinstance(kinds, list) or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise ModelError(f"model configuration: layer_types {kinds!r} is not supported")
+    return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def layer_types(spec: ModelSpec) -> list[str]:
+    """The other way round."""
+    return ["sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)]
+
+
+def read_common(
+    config: Mapping[str, object], *, activation: str = "silu", activation_field: str = "hidden_act",
+    rope: RopeSpec | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The keyword arguments of ``ModelSpec`` that do not depend on the family. ``activation`` is the one that the
+    family has; ``rope`` is given where a family writes it in a way of its own."""
+    if (found := config.get(activation_field, activation)) != activation:
+        raise ModelError(f"model configuration: {activation_field} {found!r} is not supported", hint=activation)
     if config.get("quantization_config") is not None:
         raise ModelError(
             "model configuration: the weights are quantised, which can not be trained",
@@ -98,7 +113,7 @@ def read_common(config: Mapping[str, object]) -> dict[str, Any]:
         "intermediate_size": number(config, "intermediate_size", int),
         "max_positions": number(config, "max_position_embeddings", int, 2048),
         "norm_eps": number(config, "rms_norm_eps", float, 1e-6),
-        "rope": read_rope(config),
+        "rope": rope or read_rope(config),
         "tied_head": flag(config, "tie_word_embeddings"),
         "bos_id": config.get("bos_token_id"),
         "eos_ids": tuple(eos_ids),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem.core.errors import ModelError
-from tandem.models.families.decoder_config import flag, number, read_common, write_common
+from tandem.models.families.decoder_config import flag, layer_types, number, read_common, read_windows, write_common
 from tandem.models.families.decoder_weights import decoder_pieces
 from tandem.models.family import Family
 from tandem.models.spec import ModelSpec
@@ -19,9 +18,7 @@ def _windows(config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
     if kinds is None:
         first = number(config, "max_window_layers", int, 28)
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise ModelError(f"model configuration: layer_types {kinds!r} is not supported")
-    return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
+    return read_windows(kinds, size)
 
 
 def _read(config: Mapping[str, object]) -> ModelSpec:
@@ -41,9 +38,7 @@ def _write(spec: ModelSpec) -> dict[str, object]:
         **write_common(spec),
         "use_sliding_window": sliding,
         "sliding_window": max(spec.windows) if sliding else None,
-        "layer_types": [
-            "sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)
-        ],
+        "layer_types": layer_types(spec),
     }
 
 
