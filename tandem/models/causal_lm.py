@@ -22,6 +22,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+
         def norm() -> Norm:
             return Norm(spec.hidden_size, spec, ops, dtype=dtype, device=device)
 

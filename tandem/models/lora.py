@@ -213,6 +213,7 @@ def _pieces(model: CausalLM, targets: str) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = defaultdict(list)
     for piece in find_family(model.spec.family, where="model").pieces(model.spec):
         name, _, kind = piece.parameter.rpartition(".")
-        if kind == "weight" and any(part in name for part in TARGETS[targets]) and not name.endswith(("norm", "router")):
+        targeted = any(part in name for part in TARGETS[targets]) and not name.endswith(("norm", ".router"))
+        if kind == "weight" and targeted:
             found[name].append(piece)
     return found

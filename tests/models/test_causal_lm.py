@@ -67,6 +67,26 @@ def test_gradients_equal_the_reference_library(kind: str, tmp_path: Path):
         torch.testing.assert_close(grad, expected[piece.source], atol=2e-3, rtol=2e-3, msg=piece.source)
 
 
+def test_gradients_of_a_mixture_equal_the_reference_library(tmp_path: Path):
+    theirs = save_reference(tmp_path / "model", "qwen3_moe", mlp_only_layers=[1], pad_token_id=None)
+    ours = load_model(tmp_path / "model", dtype=torch.float32)
+    theirs(torch.tensor([IDS])).logits[0].logsumexp(-1).sum().backward()
+    logits_of(ours, IDS).logsumexp(-1).sum().backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for layer in (0, 2):  # the library keeps a layer's experts in one tensor, files do not
+        names = f"model.layers.{layer}.mlp.experts."
+        both, down = (expected.pop(f"{names}{part}_proj") for part in ("gate_up", "down"))
+        for number, (gate, up) in enumerate(grad.chunk(2) for grad in both):
+            expected |= {f"{names}{number}.gate_proj.weight": gate, f"{names}{number}.up_proj.weight": up}
+            expected[f"{names}{number}.down_proj.weight"] = down[number]
+    found = dict(ours.named_parameters())
+    for piece in find_family("qwen3_moe", where="test").pieces(ours.spec):
+        whole = found[piece.parameter].grad
+        grad = torch.zeros_like(expected[piece.source]) if whole is None else whole[piece.start : piece.stop]
+        torch.testing.assert_close(grad, expected.pop(piece.source), atol=2e-3, rtol=2e-3, msg=piece.source)
+    assert not expected
+
+
 def test_recomputed_activations_give_the_same_gradient(tmp_path: Path):
     save_reference(tmp_path / "model", "qwen3")
     grads = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +18,9 @@ from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
 from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.weights import PublishedWeights
+from tandem.models.causal_lm import CausalLM
+from tandem.models.loader import init_model
+from tandem.models.spec import ExpertSpec, RopeSpec
 from tandem.trainer.batcher import make_plan
 from tests.engine.train.tiny import SPEC, tiny_model
 
@@ -42,18 +47,16 @@ def learned(prompt: Ids, completion: Completion, advantage: float) -> Sample:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "share"), [(4096, True), (40, True), (64, False)])
-def test_three_steps_on_policy_have_no_gap_at_all(dtype, tokens, share) -> None:
-    """Groups of one prompt each, prefilled in chunks beside decoding, with prefix cache, at several lengths."""
+def three_steps(model: CausalLM, train: TrainSection) -> None:
+    """Groups of one prompt each, prefilled in chunks beside decoding, with prefix cache, at several lengths: at each
+    of three steps the trainer finds no gap, and its update changes what is found next."""
     section = EngineSection(
-        infer=InferSection(max_num_seqs=5, max_step_tokens=16, block_size=4, kv_tokens=1024),
-        train=TrainSection(micro_batch_tokens=tokens, share_prefixes=share),
+        infer=InferSection(max_num_seqs=5, max_step_tokens=16, block_size=4, kv_tokens=1024), train=train
     )
-    weights, compute = PublishedWeights(tiny_model(dtype=dtype)), ComputeQueue()
+    weights, compute = PublishedWeights(model), ComputeQueue()
     sampler = InferEngine(weights.model, weights, section, compute, max_context_tokens=128, eos_ids=())
     trainer = LocalTrainEngine(
-        weights, compute, train=section.train, algorithm=GRPO, total_steps=3,
+        weights, compute, train=train, algorithm=GRPO, total_steps=3,
         optimizer=OptimizerSection(learning_rate=3e-3, warmup_steps=0),
     )  # fmt: skip
     rng = np.random.default_rng(0)
@@ -70,7 +73,7 @@ def test_three_steps_on_policy_have_no_gap_at_all(dtype, tokens, share) -> None:
         for step in (1, 2, 3):
             samples = await asyncio.gather(*(attempt(p, step, i) for p in prompts for i in range(4)))
             assert {v for s in samples for v in s.trajectory.versions} == {-1, weights.version}
-            result = await trainer.step(make_plan(step, samples, GRPO, section.train))
+            result = await trainer.step(make_plan(step, samples, GRPO, train))
             assert result.metrics["logprob_gap_max"] == 0.0
             assert result.metrics["ratio_mean"] == result.metrics["ratio_max"] == 1.0
             assert result.grad_norm > 0
@@ -82,3 +85,38 @@ def test_three_steps_on_policy_have_no_gap_at_all(dtype, tokens, share) -> None:
         asyncio.run(go())
     finally:
         compute.close()
+
+
+FAMILIES = {
+    # Windows of less than a prompt, but not on the last layer; rotary bases that differ.
+    "gemma3_text": replace(
+        SPEC, family="gemma3_text", num_layers=3, head_dim=16, qk_norm=True, windows=(6, 6, 0),
+        local_rope=RopeSpec(theta=500.0), query_scalar=24, activation="gelu_tanh", unit_offset_norms=True,
+        post_norms=True, scaled_embedding=True,
+    ),
+    "qwen3_moe": replace(
+        SPEC, family="qwen3_moe", num_layers=3, head_dim=16, qk_norm=True, tied_head=False,
+        experts=ExpertSpec(num_experts=5, per_token=2, intermediate_size=48, normalised=True, dense_layers=(1,)),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_have_no_gap_either(family: str, dtype: torch.dtype, threads: int) -> None:
+    model = init_model(FAMILIES[family], seed=0, dtype=dtype)
+    three_steps(model, TrainSection(micro_batch_tokens=64, share_prefixes=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "share"), [(4096, True), (40, True), (64, False)])
+def test_three_steps_on_policy_have_no_gap_at_all(dtype, tokens, share) -> None:
+    three_steps(tiny_model(dtype=dtype), TrainSection(micro_batch_tokens=tokens, share_prefixes=share))

@@ -21,6 +21,7 @@ from tandem.engine.weights import PublishedWeights
 from tandem.models.causal_lm import CausalLM
 from tandem.models.loader import init_model, load_model
 from tandem.models.saver import write_model
+from tandem.models.spec import ExpertSpec, RopeSpec
 from tandem.trainer.batcher import make_plan
 from tests.engine.train.tiny import SPEC, group_samples
 
@@ -30,6 +31,15 @@ KINDS = {
     "llama tied": SPEC,
     "llama untied": replace(SPEC, tied_head=False),
     "qwen3 tied": replace(SPEC, family="qwen3", qk_norm=True),
+    "gemma3 tied": replace(
+        SPEC, family="gemma3_text", qk_norm=True, windows=(5, 0), local_rope=RopeSpec(theta=500.0), query_scalar=8,
+        activation="gelu_tanh", unit_offset_norms=True, post_norms=True, scaled_embedding=True,
+    ),
+    # Few enough experts that a step reaches them all.
+    "qwen3 moe": replace(
+        SPEC, family="qwen3_moe", qk_norm=True,
+        experts=ExpertSpec(num_experts=3, per_token=2, intermediate_size=24, normalised=True),
+    ),
     "qwen3 untied": replace(SPEC, family="qwen3", qk_norm=True, tied_head=False),
 }
 

@@ -56,7 +56,8 @@ def _norms_around_mlp(spec: ModelSpec, ours: str, theirs: str) -> list[Piece]:
             "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         }
-    return [_whole(f"{ours}.{one}.weight", f"{theirs}.{other}.weight", spec.hidden_size) for one, other in names.items()]
+    size = spec.hidden_size
+    return [_whole(f"{ours}.{one}.weight", f"{theirs}.{other}.weight", size) for one, other in names.items()]
 
 
 def _mlp_pieces(spec: ModelSpec, size: int, ours: str, theirs: str) -> list[Piece]:

@@ -44,9 +44,10 @@ def _read(config: Mapping[str, object]) -> ModelSpec:
     everywhere, local = _ropes(config)
     common = read_common(
         config, activation="gelu_pytorch_tanh", activation_field="hidden_activation", rope=everywhere
-    )  # fmt: skip
-    common |= {"head_dim": number(config, "head_dim", int, 256)}
-    common |= {"tied_head": flag(config, "tie_word_embeddings", True)}
+    )
+    # The family's defaults: the library leaves out what equals them.
+    common["head_dim"] = number(config, "head_dim", int, 256)
+    common["tied_head"] = flag(config, "tie_word_embeddings", True)
     kinds = config.get("layer_types")
     if kinds is None:
         every = number(config, "sliding_window_pattern", int, 6)
