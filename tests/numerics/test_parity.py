@@ -88,9 +88,9 @@ def three_steps(model: CausalLM, train: TrainSection) -> None:
 
 
 FAMILIES = {
-    # Windows of less than a prompt, but not on the last layer; rotary bases that differ.
+    # Windows of less than a prompt, but not on the last layer; rotary bases that differ; no whole blocks in the MLP.
     "gemma3_text": replace(
-        SPEC, family="gemma3_text", num_layers=3, head_dim=16, qk_norm=True, windows=(6, 6, 0),
+        SPEC, family="gemma3_text", num_layers=3, head_dim=16, intermediate_size=75, qk_norm=True, windows=(6, 6, 0),
         local_rope=RopeSpec(theta=500.0), query_scalar=24, activation="gelu_tanh", unit_offset_norms=True,
         post_norms=True, scaled_embedding=True,
     ),
