@@ -32,11 +32,7 @@ def test_on_folders(tmp_path: Path, name: str, kept: bool) -> None:
     assert processes_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.skip(reason="defect: a pause beside a call can end the box or hang the call"))
-    if name in ("pause and exec", "snapshot after create") else name
-    for name in RACES
-])
+@pytest.mark.parametrize("name", RACES)
 def test_on_namespaces(tmp_path: Path, name: str) -> None:
     async def main() -> None:
         manager = SandboxManager(SandboxSection(warm=0), NowhereSink(), state=tmp_path / "state")
