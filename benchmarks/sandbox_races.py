@@ -71,7 +71,7 @@ async def resume_and_delete(manager: SandboxManager, draw: random.Random) -> str
 async def pause_and_exec(manager: SandboxManager, draw: random.Random) -> str:
     session = await manager.create(SandboxSpec(), life=Life(auto_resume=draw.random() < 0.5))
     auto = manager.get(session.id).auto_resume
-    # A call that is in flight when its box is paused waits with it: so nobody waits for the calls before the last resume.
+    # A call in flight when its box is paused waits with it: nobody waits for the calls before the last resume.
     calls = asyncio.ensure_future(together(draw, *(answers(session) for _ in range(3))))
     moves = await together(draw, manager.pause(session.id), manager.resume(session.id))
     assert session.state in (SandboxState.RUNNING, SandboxState.PAUSED), session.state

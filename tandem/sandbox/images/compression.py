@@ -74,7 +74,7 @@ def _new(zstd: bool) -> _Decompressor:
             ) from error
         return zstandard.ZstdDecompressor().decompressobj()  # pyright: ignore[reportReturnType]
     try:
-        from isal import isal_zlib
+        from isal import isal_zlib  # pyright: ignore[reportMissingImports]
     except ImportError:
         return zlib.decompressobj(GZIP_BITS)
     return isal_zlib.decompressobj(GZIP_BITS)
