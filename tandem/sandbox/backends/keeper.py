@@ -129,7 +129,9 @@ class Keeper:
             agent.close()
             if ours >= 0:
                 os.close(ours)
-            raise SandboxError("the sandbox keeper has died")
+            raise SandboxError(
+                "the sandbox keeper, which makes boxes, has died", hint="`tandem doctor` shows what this machine can do"
+            )
         gone: asyncio.Future[str] = self._loop.create_future()
         self._gone[box] = gone
         self._refused[box] = refused
