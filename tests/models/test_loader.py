@@ -146,7 +146,7 @@ def test_unsupported_configurations_are_refused_by_name(tmp_path: Path):
     edit_config(folder, model_type="qwen33")
     with pytest.raises(ModelError) as caught:
         read_spec(folder)
-    assert caught.value.hint == "did you mean qwen3?"
+    assert caught.value.hint == "did you mean qwen3 or qwen3_moe?"
 
 
 def test_end_tokens_of_the_generation_config_count(tmp_path: Path):
