@@ -62,7 +62,7 @@ def load_model(
     model = CausalLM(spec, Ops(numerics, device), dtype=dtype, device=device)
     pieces = find_family(spec.family, where=str(path)).pieces(spec)
     with ExitStack() as stack:
-        fill_parameters(model, pieces, _open_tensors(Path(path), stack), where=str(path))
+        fill_parameters(model, pieces, open_tensors(Path(path), stack), where=str(path))
     return model
 
 
@@ -98,6 +98,9 @@ class TensorSource:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         return self._files[name].get_tensor(name)
@@ -136,7 +139,12 @@ def fill_parameters(model: CausalLM, pieces: list[Piece], source: TensorSource, 
         raise ModelError(f"{where}: family {model.spec.family!r} does not fill {_some(short)}")
 
 
-def _open_tensors(folder: Path, stack: ExitStack) -> TensorSource:
+def open_tensors(folder: Path, stack: ExitStack) -> TensorSource:
+    """The tensors of a folder, mapped for as long as ``stack`` is open.
+
+    Raises:
+        ModelError: no weights, a file that is missing or broken, or an index that disagrees with its files.
+    """
     declared = None
     if (folder / INDEX).is_file():
         declared = _read_json(folder / INDEX).get("weight_map")
