@@ -172,6 +172,22 @@ class Channel:
             raise
         return process
 
+    @property
+    def processes(self) -> list[NamespaceProcess]:
+        """The long-lived commands that run."""
+        return list(self._processes.values())
+
+    def carry(self, start: Start) -> tuple[int, NamespaceProcess]:
+        """A command that is in the box before its agent, and its number; before ``attach``."""
+        number = self._number()
+        process = NamespaceProcess(number, start, self._send, self._gone)
+        self._processes[number] = process
+        return number, process
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None and self._lost is None:
+            self._transport.write(data)
+
     async def socket(self, kind: Frame, port: int, *, v6: bool = False) -> socket.socket:
         """A socket of the box: connected to (``CONNECT``) or listening on (``LISTEN``) a port of its loopback.
         Raises OSError (refused, in use), SandboxGone, SandboxTimeout."""

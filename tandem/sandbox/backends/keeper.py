@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.core.errors import SandboxError, SandboxUnavailable, SnapshotError
+from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
 
 MESSAGE_MAX = 512 * 1024
 
@@ -33,6 +33,10 @@ class BusyFiles(SnapshotError):
         self.reason, self.tmpfs, self.upper = reason, tmpfs, upper
 
 
+class NotIdle(SandboxUnavailable):
+    """The process that a live fork would copy does not wait for input now; in a moment it may."""
+
+
 class Keeper:
     """One keeper process. Lives on the event loop it was started on."""
 
@@ -41,6 +45,7 @@ class Keeper:
         self.pid = pid
         self.pids: dict[int, int] = {}  # of the boxes' agents
         self._snapshots: dict[int, asyncio.Future[str]] = {}
+        self._stills: dict[int, asyncio.Future[str]] = {}
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
@@ -105,6 +110,29 @@ class Keeper:
         self._send(b"H" + struct.pack("<I", box) + _text(folder), [])
         return await answer
 
+    async def still(self, box: int, pid: int) -> str:
+        """Stop a box whose one process is ``pid`` (as the box counts) for its live fork, and make its upper a layer
+        as ``push`` does; its path. The box stands still until ``go_on``.
+
+        Raises:
+            NotIdle: the process works. SandboxUnavailable: what stands in the way. The box goes on in both cases.
+            SandboxGone.
+        """
+        if not self.alive or box not in self._gone:
+            raise SandboxGone("it is gone", hint="create a new one")
+        answer = self._stills[box] = self._loop.create_future()
+        self._send(b"L" + struct.pack("<II", box, pid), [])
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.go_on(box)
+            raise
+
+    def go_on(self, box: int) -> None:
+        """After ``still``."""
+        if self.alive and box in self._gone:
+            self._send(b"l" + struct.pack("<I", box), [])
+
     def share(self, path: str) -> None:
         """One more holder of a layer: it stays until as many ``release``."""
         if self.alive:
@@ -120,11 +148,13 @@ class Keeper:
             self._lost("left to the next supervisor")
 
     def create(
-        self, box: int, message: bytes, agent: socket.socket, ours: int, refused: Callable[[str], None]
+        self, box: int, message: bytes, agent: socket.socket, ours: int, refused: Callable[[str], None],
+        *, branch_of: tuple[int, int, int] | None = None,
     ) -> asyncio.Future[str]:
-        """Ask for a box; ``agent`` is its end of the socket and is closed here, ``ours`` a copy of the other end for
-        whoever adopts it (-1: nobody). The future ends with the box;
-        ``refused`` hears the reason if none is made (the future ends then, too)."""
+        """Ask for a box; ``branch_of``: a still box, and number and limit (ms; 0: none) that its process has as a
+        command of the new one. ``agent`` is its end of the socket and is closed here, ``ours`` a copy of the other
+        end for whoever adopts it (-1: nobody). The future ends with the box; ``refused`` hears the reason if none is
+        made (the future ends then, too)."""
         if not self.alive:
             agent.close()
             if ours >= 0:
@@ -135,6 +165,8 @@ class Keeper:
         gone: asyncio.Future[str] = self._loop.create_future()
         self._gone[box] = gone
         self._refused[box] = refused
+        if branch_of is not None:
+            message = b"B" + struct.pack("<III", *branch_of) + message
         self._send(message, [agent.detach(), *([ours] if ours >= 0 else [])])
         return gone
 
@@ -200,6 +232,8 @@ class Keeper:
                 self.pids[box] = struct.unpack_from("<I", message, 5)[0]
             elif kind == b"S":
                 self._on_snapshot(box, chr(message[5]), os.fsdecode(message[6:]))
+            elif kind == b"L":
+                self._on_still(box, chr(message[5]), os.fsdecode(message[6:]))
             elif kind == b"G":
                 self._end(box, _status(struct.unpack_from("<I", message, 5)[0]))
 
@@ -216,11 +250,28 @@ class Keeper:
         else:
             answer.set_exception(SnapshotError(text))
 
+    def _on_still(self, box: int, verdict: str, text: str) -> None:
+        answer = self._stills.pop(box, None)
+        if answer is None or answer.done():
+            if verdict == "y":
+                self.release(text)
+        elif verdict == "y":
+            answer.set_result(text)
+        elif verdict == "b":
+            answer.set_exception(NotIdle(text, hint="wait for its reply, then fork again; or fork without live"))
+        else:
+            answer.set_exception(SandboxUnavailable(
+                f"no live fork: {text}", hint="fork without live (files only), or use the gvisor backend"
+            ))
+
     def _end(self, box: int, how: str) -> None:
         self.pids.pop(box, None)
         snapshot = self._snapshots.pop(box, None)
         if snapshot is not None and not snapshot.done():
             snapshot.set_exception(SnapshotError(f"it is gone: {how}"))
+        still = self._stills.pop(box, None)
+        if still is not None and not still.done():
+            still.set_exception(SandboxGone(f"it is gone: {how}", hint="create a new one"))
         self._refused.pop(box, None)
         gone = self._gone.pop(box, None)
         if gone is not None and not gone.done():

@@ -14,6 +14,8 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tandem.core.boxes import SandboxLimits, SandboxSpec
@@ -23,10 +25,12 @@ from tandem.sandbox.backends.adoption import GROUPS, SOCKET, keeper_at, listen, 
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import SPARE_PIDS, Cgroups, sweep
 from tandem.sandbox.backends.channel import Channel
-from tandem.sandbox.backends.frames import create_message, pack_steps
+from tandem.sandbox.backends.frames import create_message, milliseconds, pack_steps
 from tandem.sandbox.backends.freezer import has_swap
 from tandem.sandbox.backends.keeper import Keeper
+from tandem.sandbox.backends.live_fork import live_fork_works
 from tandem.sandbox.backends.namespace_box import NamespaceBox
+from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.backends.template import WORK_ID, Template, host_template, image_template
 
 IDS_A_BOX = 65536
@@ -34,6 +38,18 @@ FIRST_ID = 0x10000000
 NUM_RANGES = 4096
 GRACE_S = 600
 KERNEL = (6, 15)  # detached mounts as layers of detached overlays
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One box to be: ``steps`` of its template as the program reads them; ``first_id`` of its range on the host."""
+
+    number: int
+    spec: SandboxSpec
+    root: Root
+    environment: dict[str, str]
+    steps: bytes
+    first_id: int
 
 
 class NamespaceBackend:
@@ -65,6 +81,10 @@ class NamespaceBackend:
             found.add(Ability.USAGE)
         if layers_work():
             found |= {Ability.SNAPSHOT, Ability.IMAGES}
+            # Without such a group the processes of copies would count as their parent's.
+            counted = self._cgroups is None or "pids" in self._cgroups.controllers
+            if counted and live_fork_works() and may_map_ranges():
+                found.add(Ability.LIVE_FORK)
         return frozenset(found)
 
     @property
@@ -87,11 +107,30 @@ class NamespaceBackend:
         number = self._next
         self._next += 1
         environment = {**template.environment, **root.environment, **spec.environment}
-        words = json.dumps({"environment": environment, "root": pack_root(root)}) if self._state_folder else ""
+        first = FIRST_ID + number % NUM_RANGES * IDS_A_BOX
+        return await self._make(Plan(number, spec, root, environment, steps, first), keeper, timeout_s)
+
+    async def branch(
+        self, mother: NamespaceBox, spec: SandboxSpec, root: Root, process: NamespaceProcess, *, timeout_s: float
+    ) -> NamespaceBox:
+        """A box with a copy of a still box's one process. Raises as ``create``."""
+        template, steps = self._template("host" if root.host_base else "image")
+        number = self._next
+        self._next += 1
+        environment = {**template.environment, **root.environment, **spec.environment}
+        plan = Plan(number, spec, root, environment, steps, mother.first_id)
+        return await self._make(plan, self.keeper, timeout_s, mother=mother, process=process)
+
+    async def _make(
+        self, plan: Plan, keeper: Keeper, timeout_s: float, *, mother: NamespaceBox | None = None,
+        process: NamespaceProcess | None = None,
+    ) -> NamespaceBox:
+        number = plan.number
+        words = {"environment": plan.environment, "root": pack_root(plan.root), "first_id": plan.first_id}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         try:
-            message = self._message(number, spec, steps, root, words)
+            message = self._message(plan, json.dumps(words) if self._state_folder else "")
             copy = os.dup(ours.fileno()) if self._state_folder else -1
         except BaseException:
             ours.close()
@@ -99,12 +138,17 @@ class NamespaceBackend:
             raise
         ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         settle = _settler(ready)
+        box = self._enter(plan, settle)
+        branch_of = None
+        if mother is not None and process is not None:
+            branch_of = (mother.number, box.carry(process), _limit_ms(process.start.timeout_s))
         try:
-            gone = keeper.create(number, message, theirs, copy, settle)
+            gone = keeper.create(number, message, theirs, copy, settle, branch_of=branch_of)
         except BaseException:
+            self._boxes.pop(number, None)
             ours.close()
             raise
-        box = self._enter(number, root, environment, settle, gone)
+        gone.add_done_callback(lambda ended: self._on_gone(number, box, settle, ended.result()))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connect(box, ours)
@@ -139,8 +183,11 @@ class NamespaceBackend:
         boxes: dict[str, Box] = {}
         for number, text, end in left:
             words = json.loads(text)
+            root = unpack_root(words["root"])
+            plan = Plan(number, SandboxSpec(), root, words["environment"], b"", words["first_id"])
+            box = self._enter(plan, _nobody)
             gone = self._keeper.follow(number)
-            box = self._enter(number, unpack_root(words["root"]), words["environment"], lambda _: None, gone)
+            gone.add_done_callback(partial(self._on_adopted_gone, number, box))
             end.setblocking(False)
             await self._connect(box, end)
             box.find_still()
@@ -169,14 +216,13 @@ class NamespaceBackend:
             await asyncio.get_running_loop().run_in_executor(None, self._cgroups.close)
             self._cgroups = None
 
-    def _enter(
-        self, number: int, root: Root, environment: dict[str, str], settle: Callable[[str | None], None],
-        gone: asyncio.Future[str],
-    ) -> NamespaceBox:
-        box = NamespaceBox(number, self, root=root, handle=str(number) if self._state_folder else "")
-        box.channel = Channel(environment, settle, lambda: self.bury(number))
+    def _enter(self, plan: Plan, settle: Callable[[str | None], None]) -> NamespaceBox:
+        number = plan.number
+        box = NamespaceBox(
+            number, self, root=plan.root, handle=str(number) if self._state_folder else "", first_id=plan.first_id
+        )
+        box.channel = Channel(plan.environment, settle, lambda: self.bury(number))
         self._boxes[number] = box
-        gone.add_done_callback(lambda ended: self._on_gone(number, box, settle, ended.result()))
         return box
 
     async def _connect(self, box: NamespaceBox, end: socket.socket) -> None:
@@ -228,15 +274,14 @@ class NamespaceBackend:
             self._templates[name] = (template, pack_steps(template.steps))
         return self._templates[name]
 
-    def _message(self, number: int, spec: SandboxSpec, steps: bytes, root: Root, words: str) -> bytes:
+    def _message(self, plan: Plan, words: str) -> bytes:
         assert self._cgroups is not None
-        limits = spec.limits
+        limits, number, first = plan.spec.limits, plan.number, plan.first_id
         ranged = may_map_ranges()
-        first = FIRST_ID + number % NUM_RANGES * IDS_A_BOX
         has_memory = "memory" in self._cgroups.controllers
         return create_message(
             number,
-            hostname=spec.hostname,
+            hostname=plan.spec.hostname,
             outer_ids=(first, first, IDS_A_BOX) if ranged else (os.geteuid(), os.getegid(), 1),
             work_id=WORK_ID,
             disk=(limits.disk_bytes, _inodes(limits)),
@@ -245,10 +290,13 @@ class NamespaceBackend:
             data_bytes=0 if has_memory else limits.memory_bytes,
             watch_bytes=0 if has_memory else limits.memory_bytes,
             cgroups=self._cgroups.box_folders(number, limits),
-            steps=steps,
-            layers=root.layers,
+            steps=plan.steps,
+            layers=plan.root.layers,
             words=words,
         )
+
+    def _on_adopted_gone(self, number: int, box: NamespaceBox, ended: asyncio.Future[str]) -> None:
+        self._on_gone(number, box, _nobody, ended.result())
 
     def _on_gone(self, number: int, box: NamespaceBox, settle: Callable[[str | None], None], how: str) -> None:
         self._boxes.pop(number, None)
@@ -257,6 +305,14 @@ class NamespaceBackend:
             box.channel.end(how)
         with contextlib.suppress(asyncio.InvalidStateError):
             box.gone.set_result(how)
+
+
+def _nobody(problem: str | None) -> None:
+    """Hears of an adopted box, which answered long ago."""
+
+
+def _limit_ms(seconds: float | None) -> int:
+    return 0 if seconds is None else milliseconds(seconds)
 
 
 def _settler(ready: asyncio.Future[str | None]) -> Callable[[str | None], None]:

@@ -22,6 +22,7 @@ from tandem.sandbox.backends.freezer import Freezer
 from tandem.sandbox.backends.frozen import NamespaceFrozen, copy_layer
 from tandem.sandbox.backends.keeper import BusyFiles, Keeper
 from tandem.sandbox.backends.link import opened
+from tandem.sandbox.backends.live_fork import only_process, stand_still
 from tandem.sandbox.backends.process import NamespaceProcess
 
 KILL_TIMEOUT_S = 15.0
@@ -36,12 +37,24 @@ class Surroundings(Protocol):
     @property
     def cgroups(self) -> Cgroups | None: ...
 
+    @property
+    def abilities(self) -> frozenset[Ability]: ...
+
+    async def branch(
+        self, mother: NamespaceBox, spec: SandboxSpec, root: Root, process: NamespaceProcess, *, timeout_s: float
+    ) -> NamespaceBox: ...
+
 
 class NamespaceBox:
     """``handle`` '' : the box dies with this process."""
 
-    def __init__(self, number: int, around: Surroundings, *, root: Root, handle: str = "") -> None:
+    def __init__(
+        self, number: int, around: Surroundings, *, root: Root, handle: str = "", first_id: int = 0
+    ) -> None:
+        """``first_id``: where its range of ids begins on the host."""
         self._number = number
+        self.first_id = first_id
+        self.carried: NamespaceProcess | None = None
         self._around = around
         self._root = root
         self._moving = asyncio.Lock()
@@ -51,6 +64,16 @@ class NamespaceBox:
         self.handle = handle
         self.channel: Channel | None = None
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def carry(self, process: NamespaceProcess) -> int:
+        """It is born with a copy of a process; its number as a command."""
+        assert self.channel is not None
+        number, self.carried = self.channel.carry(process.start)
+        return number
 
     async def call(self, call: Call) -> Outcome:
         if self.channel is None or self.gone.done():
@@ -142,7 +165,41 @@ class NamespaceBox:
                     freezer.thaw()
 
     async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
-        raise refuse("namespace", Ability.LIVE_FORK)
+        """Copies of its one long-lived command, which must wait for input; see ``live_fork``."""
+        if Ability.LIVE_FORK not in self._around.abilities:
+            raise refuse("namespace", Ability.LIVE_FORK, others=("gvisor",))
+        async with self._moving:
+            was_paused = self.paused
+            self._go()
+            try:
+                process = only_process(self._alive().processes)
+                async with stand_still(self._around.keeper, self._number, process) as path:
+                    held = (path, *(str(each) for each in self._held()))
+                    layer = Layer(path=Path(path))
+                    root = self._root = replace(self._root, layers=(layer, *self._root.layers))
+                    return await self._branches(specs, root, process, held, timeout_s)
+            finally:
+                if was_paused and not self.gone.done():
+                    await self._freezer_now().freeze()
+                    self._stand()
+
+    async def _branches(
+        self, specs: Sequence[SandboxSpec], root: Root, process: NamespaceProcess, held: Sequence[str], timeout_s: float
+    ) -> list[Box | Exception]:
+        """One after the other: there is one process to copy. ``held``: layers that must stay until all are there."""
+        made: list[Box | Exception] = []
+        try:
+            for spec in specs:
+                try:
+                    made.append(await self._around.branch(self, spec, root, process, timeout_s=timeout_s))
+                except SandboxError as error:
+                    made.append(error)
+        except BaseException:
+            await asyncio.shield(asyncio.gather(*(box.kill() for box in made if not isinstance(box, Exception))))
+            raise
+        finally:
+            self._around.keeper.release(held[0])
+        return made
 
     async def kill(self) -> None:
         if self.gone.done():

@@ -7,6 +7,7 @@ than that. Invariant: reading never waits for a listener, so none can block or e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import struct
@@ -130,6 +131,22 @@ class NamespaceProcess:
                 view = view[len(part):]
                 self._window -= len(part)
                 self._send(frame(Frame.STDIN, self._number, bytes(part)))
+
+    @property
+    def start(self) -> Start:
+        """What it was started with."""
+        return self._start
+
+    @contextlib.asynccontextmanager
+    async def input_held(self, timeout_s: float) -> AsyncIterator[None]:
+        """Meanwhile nothing is on its way to its stdin: what was sent has arrived, what comes now waits. Raises
+        TimeoutError: it does not take what was sent."""
+        async with self._writing:
+            async with asyncio.timeout(timeout_s):
+                while self._window < STDIN_WINDOW and not self.ended:
+                    self._room.clear()
+                    await self._room.wait()
+            yield
 
     async def close_stdin(self) -> None:
         """Idempotent; on a terminal it is the end-of-file character."""

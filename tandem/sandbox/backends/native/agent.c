@@ -246,7 +246,8 @@ static bool receive(void) {
 static void on_signal(struct command *command, int number) {
     if (!command || !command->main || command->exited) return;
     if (number == SIGKILL) tree_kill(command->shim);
-    else kill(-command->main, number);
+    if (number != SIGKILL) kill(-command->main, number);
+    else if (command->main == command->shim) kill(command->main, number); /* a carried command has no shim */
 }
 
 static void on_port(uint32_t id, struct cursor c, bool listens) {
@@ -422,7 +423,21 @@ static void serve(struct pollfd *source, struct command *command) {
         if (source->fd == command->pipe[stream] && !(command->exited && !command->reported)) drain(command, stream);
 }
 
-void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) {
+/* A command that was here before its agent: our first child. */
+static void take(const struct carried *carried) {
+    struct command *command = &commands[0];
+    uint8_t pid[4];
+    *command = (struct command){
+        .used = true, .id = carried->id, .shim = carried->pid, .main = carried->pid, .is_long = true, .status = -1,
+        .input = carried->pipes[0], .pipe = { carried->pipes[1], carried->pipes[2] }, .cap = { UINT64_MAX, UINT64_MAX },
+        .started_us = now_us(), .deadline_us = INT64_MAX,
+    };
+    if (carried->timeout_ms) command->deadline_us = command->started_us + carried->timeout_ms * 1000ll;
+    put_u32(pid, command->main);
+    emit(STARTED, command->id, pid, sizeof pid);
+}
+
+void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes, const struct carried *carried) {
     static struct pollfd sources[2 + 4 * MAX_COMMANDS];
     static struct command *owners[2 + 4 * MAX_COMMANDS];
     sigset_t mask;
@@ -436,6 +451,7 @@ void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes
     uint8_t hello[4];
     put_u32(hello, PROTOCOL);
     emit(HELLO, 0, hello, sizeof hello);
+    if (carried) take(carried);
     for (;;) {
         /* A pause may have ended just now: what it says about deadlines is read before any is kept. */
         if (deadline_passed() && receive()) on_frames(work_id, switch_user);

@@ -60,15 +60,64 @@ int root_overlay(const struct box_root *root, const struct box_spec *spec, int u
 int root_upper(const struct box_root *root); /* a detached mount of the upper as it is */
 void root_drop(struct box_root *root);
 
-/* ---- push.c: a running box's upper becomes a layer, and a new one takes its place */
-const char *push_refusal(pid_t agent, const char *cgroup); /* why the box's open files forbid it, or NULL */
+/* ---- push.c: a running box's upper becomes a layer, and a new one takes its place. The working folder of process
+ * ``movable`` is not in the way: the caller moves it. */
+const char *push_refusal(pid_t agent, const char *cgroup, pid_t movable); /* why open files forbid it, or NULL */
 const char *push_mount(pid_t agent, int overlay, struct cursor ops);
 
-/* ---- keeper.c, setup.c, filter.c, agent.c, files.c */
+/* ---- keeper.c */
+enum { MAX_CGROUPS = 8 };
+struct hold;
+struct box {
+    struct box *next;
+    uint32_t id;
+    pid_t pid; /* 0: buried, cgroups still to remove */
+    int status, tries, num_cgroups;
+    char *cgroups[MAX_CGROUPS];
+    struct box_root root;
+    bool trusted;     /* its overlays are made by root of the host */
+    int socket;       /* the supervisor's end, kept for the next one */
+    char *error;      /* never made: why */
+    uint8_t *message; /* what made it */
+    size_t length;
+    struct hold *hold;   /* it stands still for its live fork */
+    struct box *mother;  /* it was born of one, in the namespaces of this box, and ends when that one's agent does */
+    int pidfd;           /* of its agent, which then is not our child; -1 otherwise */
+    int num_branches;    /* boxes whose mother it is */
+    bool retired;        /* killed, but for its agent: there are branches */
+};
 int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s);
+const char *box_enter_cgroups(const struct box *box, struct cursor c, bool unified_too);
+
+/* ---- branch.c: a copy of a held process in a box of its own; graft.c: what is mounted there. NULL or the failed step.
+ * What its agent must know of it: */
+struct carried {
+    uint32_t id, timeout_ms, pid, work_id; /* the command's number, limit (0: none) and process */
+    uint64_t watch_bytes;
+    int pipes[3];                     /* our ends of stdin, stdout, stderr, -1: none */
+};
+const char *branch_make(struct hold *hold, struct box *box, const struct box_spec *spec, int agent_fd, struct carried *carried);
+int branch_agent(void); /* the program, started by the first process of a branch */
+
+#define GRAFT_AGENT "/proc/agent"
+#define GRAFT_SOCKET "/proc/keeper"
+struct graft { pid_t pid, helper; int fd, listener; };
+const char *graft_begin(struct graft *graft, struct box *box, const struct box_spec *spec);
+const char *graft_mounted(struct graft *graft);
+const char *graft_end(struct graft *graft);
+
+/* ---- setup.c: also in parts for graft.c; ``fd`` hears in words what failed, and the process ends */
 void box_main(const struct box_spec *spec, int agent_fd, int go_fd) __attribute__((noreturn));
+void steps_open(struct cursor ops, int fd);
+void steps_apply(void); /* below the working folder */
+void raise_loopback(void);
+uint64_t agent_powers(bool switch_user); /* the capabilities that an agent keeps */
+void agent_place(int agent_fd, int *pipes); /* its socket is its only file, but for three pipes of a carried command */
+
+/* ---- filter.c, agent.c, files.c */
 const char *filter_install(void); /* NULL or the failed step */
-void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes) __attribute__((noreturn));
+void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes, const struct carried *carried)
+    __attribute__((noreturn));
 
 enum { FILE_WRITE = 'w', FILE_READ = 'r', FILE_LIST = 'l', FILE_EXEC = 'x' };
 enum { ENTRY_STAT = 's', ENTRY_LIST = 'e', ENTRY_MAKE = 'm', ENTRY_MOVE = 'v', ENTRY_REMOVE = 'd' };
@@ -107,7 +156,7 @@ int port_connect(uint32_t port, bool v6); /* the connection may still be under w
 int port_listen(uint32_t port);
 
 /* ---- tree.c: the processes of this pid namespace */
-struct process { pid_t pid, parent; uint64_t anonymous_bytes; };
+struct process { pid_t pid, parent; bool stands; uint64_t anonymous_bytes; };
 enum { MAX_PROCESSES = 4096 };
 size_t tree_scan(struct process *into, bool memory);          /* all but pid 1 */
 bool tree_within(const struct process *all, size_t count, pid_t pid, pid_t root);

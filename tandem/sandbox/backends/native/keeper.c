@@ -5,13 +5,16 @@
  * With a listening socket it instead keeps all boxes for a grace time and gives them to the next supervisor.
  *
  * Control socket (SOCK_SEQPACKET). To the keeper: 'C' create + agent socket + supervisor's end of it, 'K' u32 box,
- * 'S' u32 box (at rest: make its upper a layer), 'H' u32 box, str (make this folder one), 'R' str (a layer is held by
+ * 'S' u32 box (at rest: make its upper a layer), 'L' u32 box, u32 process (stop it for a live fork), 'B' u32 box, u32
+ * command, u32 timeout_ms, and all of a 'C' (a branch of it, with its process as this command), 'l' u32 box (go on), 'H' u32 box, str (make this folder one), 'R' str (a layer is held by
  * one less), '+' str (by one more), 'O' str (a cgroup folder of
  * the supervisor), 'X' (end, whoever listens). From it: 'P' u32 box, u32 pid; 'E' u32 box, text (no box was made);
+ * 'L' u32 box, 'y' and the layer's path, or 'b' (not now) or 'n' and why;
  * 'S' u32 box, 'y' and the layer's path, or 'n' (nothing happened) and why, or 'c' (copy it), tmpfs, upper and why; 'G' u32 box, u32 wait status (gone,
  * cgroups removed); to a later supervisor 'V' u32 protocol, u32 keeper's pid, 'A' u32 box, u32 pid, what the create message said for
  * it, and the socket, for each box; 'D' u32 0. */
 #include "box.h"
+#include "hold.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -24,6 +27,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -35,20 +39,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_CGROUPS = 8, MAX_FOLDERS = 16, MESSAGE_MAX = 256 * 1024 };
-struct box {
-    struct box *next;
-    uint32_t id;
-    pid_t pid; /* 0: buried, cgroups still to remove */
-    int status, tries, num_cgroups;
-    char *cgroups[MAX_CGROUPS];
-    struct box_root root;
-    int socket;       /* the supervisor's end, kept for the next one */
-    char *error;      /* never made: why */
-    uint8_t *message; /* what made it */
-    size_t length;
-};
-
+enum { MAX_FOLDERS = 16, MESSAGE_MAX = 256 * 1024 };
 static struct box *boxes;
 static int control;
 static uint8_t message[MESSAGE_MAX];
@@ -56,6 +47,7 @@ static char *folders[MAX_FOLDERS];
 static int num_folders;
 static bool nested; /* not root here: in a user namespace of our own */
 static bool trusted;
+static int branch_ends; /* an epoll of pidfds */
 
 static void tell(char kind, uint32_t id, const void *data, size_t length) {
     uint8_t out[1024];
@@ -73,14 +65,25 @@ static bool remove_cgroups(struct box *box) {
     return clean;
 }
 
+static void end_agent(struct box *box) {
+    if (box->pidfd >= 0) syscall(__NR_pidfd_send_signal, box->pidfd, SIGKILL, NULL, 0);
+    else if (box->pid) kill(box->pid, SIGKILL);
+}
+
 static void forget(struct box *box) {
     for (struct box **link = &boxes; *link; link = &(*link)->next)
         if (*link == box) {
             *link = box->next;
             break;
         }
+    struct box *mother = box->mother;
+    if (mother && !--mother->num_branches && mother->retired) end_agent(mother);
+    for (struct box *branch = boxes; branch; branch = branch->next)
+        if (branch->mother == box) branch->mother = NULL;
     for (int i = 0; i < box->num_cgroups; i++) free(box->cgroups[i]);
     root_drop(&box->root);
+    hold_end(box->hold);
+    if (box->pidfd >= 0) close(box->pidfd);
     if (box->socket >= 0) close(box->socket);
     free(box->error);
     free(box->message);
@@ -111,13 +114,13 @@ static const char *make_cgroups(struct box *box, struct cursor c, int *unified_f
                 return text;
             }
         }
-        if (unified && *unified_fd < 0) *unified_fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (unified && unified_fd && *unified_fd < 0) *unified_fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     }
     return c.bad ? "broken cgroup list" : NULL;
 }
 
 /* The unified group was entered at birth; the others must be entered before the box touches memory. */
-static const char *enter_cgroups(const struct box *box, struct cursor c) {
+const char *box_enter_cgroups(const struct box *box, struct cursor c, bool unified_too) {
     static char text[PATH_MAX + 300];
     char number[16], path[PATH_MAX];
     int length = snprintf(number, sizeof number, "%d", box->pid);
@@ -125,7 +128,7 @@ static const char *enter_cgroups(const struct box *box, struct cursor c) {
         const char *folder = get_str(&c, NULL);
         bool unified = get_u8(&c);
         for (uint32_t writes = get_u32(&c); writes && !c.bad; writes--) get_str(&c, NULL), get_str(&c, NULL);
-        if (unified) continue;
+        if (unified && !unified_too) continue;
         snprintf(path, sizeof path, "%s/cgroup.procs", folder);
         if (!write_file(path, number, length)) {
             snprintf(text, sizeof text, "enter cgroup %s: %s", folder, strerror(errno));
@@ -238,7 +241,7 @@ static const char *create(const struct box_spec *spec, struct box *box, int agen
     }
     if (unified_fd >= 0) close(unified_fd);
     if (!error) error = map_ids(spec, box->pid);
-    if (!error) error = enter_cgroups(box, spec->cgroups);
+    if (!error) error = box_enter_cgroups(box, spec->cgroups, false);
     if (!error && geteuid() == 0) { /* as an ordinary user the box keeps the defaults */
         char path[64];
         snprintf(path, sizeof path, "/proc/%d/oom_score_adj", box->pid);
@@ -255,12 +258,36 @@ static const char *create(const struct box_spec *spec, struct box *box, int agen
     return error;
 }
 
-static void on_create(const uint8_t *data, size_t length, int agent_fd, int socket) {
+/* A box that starts as a copy of its mother's process. */
+static const char *branch(const struct box_spec *spec, struct box *box, int agent_fd, struct box *mother,
+                          struct carried *carried) {
+    if (!mother || !mother->hold) return "its parent is gone";
+    carried->work_id = spec->work_id;
+    carried->watch_bytes = spec->watch_bytes;
+    const char *error = make_cgroups(box, spec->cgroups, NULL);
+    if (!error) error = branch_make(mother->hold, box, spec, agent_fd, carried);
+    if (error) return error;
+    box->pidfd = syscall(__NR_pidfd_open, box->pid, 0);
+    struct epoll_event event = { .events = EPOLLIN, .data.ptr = box };
+    if (box->pidfd < 0 || epoll_ctl(branch_ends, EPOLL_CTL_ADD, box->pidfd, &event)) {
+        kill(box->pid, SIGKILL);
+        return "live fork: its end cannot be watched";
+    }
+    box->mother = mother;
+    mother->num_branches++;
+    return NULL;
+}
+
+/* ``carried`` NULL: a box of its own; else a branch of ``mother``. */
+static void on_create(const uint8_t *data, size_t length, int agent_fd, int socket, struct box *mother,
+                      struct carried *carried) {
     struct box_spec spec = { 0 };
     bool good = read_spec((struct cursor){ data + 1, data + length, false }, &spec);
     struct box *box = calloc(1, sizeof *box);
-    if (box) box->socket = socket, box->root.tmpfs = -1;
-    const char *error = !good || agent_fd < 0 || !box ? "broken create message" : create(&spec, box, agent_fd);
+    if (box) box->socket = socket, box->root.tmpfs = box->pidfd = -1, box->trusted = trusted;
+    const char *error = "broken create message";
+    if (good && agent_fd >= 0 && box)
+        error = carried ? branch(&spec, box, agent_fd, mother, carried) : create(&spec, box, agent_fd);
     if (agent_fd >= 0) close(agent_fd);
     if (box) box->message = malloc(length);
     if (!error && !box->message) error = "no memory";
@@ -284,7 +311,7 @@ static void on_create(const uint8_t *data, size_t length, int agent_fd, int sock
 
 static struct box *living(uint32_t id) {
     for (struct box *box = boxes; box; box = box->next)
-        if (box->id == id && box->pid) return box;
+        if (box->id == id && box->pid && !box->retired) return box;
     return NULL;
 }
 
@@ -326,7 +353,7 @@ static void on_snapshot(uint32_t id) {
     char answer[512] = "y";
     struct box *box = living(id);
     struct box_spec spec = { 0 };
-    const char *error = "it is gone", *busy = box ? push_refusal(box->pid, group_of(box)) : NULL;
+    const char *error = "it is gone", *busy = box ? push_refusal(box->pid, group_of(box), 0) : NULL;
     if (busy) {
         int length = snprintf(answer, sizeof answer, "c/proc/%d/fd/%d%cupper%u%c%s", getpid(), box->root.tmpfs, 0,
                               box->root.generation, 0, busy);
@@ -337,6 +364,33 @@ static void on_snapshot(uint32_t id) {
         error = push(box, &spec, answer + 1, sizeof answer - 1);
     if (error) snprintf(answer, sizeof answer, "n%s", error);
     tell('S', id, answer, strlen(answer));
+}
+
+/* Stops a box and makes its files a layer, for branches that follow. */
+static void on_still(uint32_t id, pid_t inner) {
+    char answer[512] = "y";
+    bool busy = false;
+    struct box *box = living(id);
+    struct box_spec spec = { 0 };
+    const char *error = box && !box->hold ? NULL : "it is gone";
+    if (!error && (box->hold = hold_take(box->pid, group_of(box), inner, &error, &busy))) {
+        if ((error = push_refusal(box->pid, group_of(box), box->hold->target))) { }
+        else if (!read_spec((struct cursor){ box->message + 1, box->message + box->length, false }, &spec)) error = "no spec";
+        else if (!(error = push(box, &spec, answer + 1, sizeof answer - 1)) && (error = hold_return_folder(box->hold)))
+            end_agent(box); /* half moved: nobody may see it */
+        if (error) hold_end(box->hold), box->hold = NULL;
+    }
+    if (error) snprintf(answer, sizeof answer, "%c%s", busy ? 'b' : 'n', error);
+    tell('L', id, answer, strlen(answer));
+}
+
+static void on_branch(const uint8_t *data, size_t length, int agent_fd, int socket) {
+    struct cursor c = { data + 1, data + length, false };
+    struct box *mother = living(get_u32(&c));
+    struct carried carried = { 0 };
+    carried.id = get_u32(&c);
+    carried.timeout_ms = get_u32(&c);
+    on_create(c.at, c.end - c.at, agent_fd, socket, mother, &carried);
 }
 
 static void on_hold(uint32_t id, const char *folder) {
@@ -360,6 +414,44 @@ static void reap(void) {
             }
 }
 
+/* Branches end on their own: their agents are not our children. */
+static void reap_branches(void) {
+    struct epoll_event events[16];
+    for (int count; (count = epoll_wait(branch_ends, events, 16, 0)) > 0;)
+        for (int i = 0; i < count; i++) {
+            struct box *box = events[i].data.ptr;
+            epoll_ctl(branch_ends, EPOLL_CTL_DEL, box->pidfd, NULL);
+            box->pid = 0;
+            box->status = SIGKILL;
+        }
+}
+
+/* A box with branches ends but for its agent, in whose namespaces they live: it stands still until the last is gone. */
+static void retire(struct box *box) {
+    char path[PATH_MAX], line[32];
+    hold_end(box->hold);
+    box->hold = NULL;
+    kill(box->pid, SIGSTOP);
+    snprintf(path, sizeof path, "%s/cgroup.procs", group_of(box));
+    for (int tries = 0, left = 1; left && tries < 500; tries++) {
+        FILE *members = fopen(path, "re");
+        left = 0;
+        while (members && fgets(line, sizeof line, members)) {
+            pid_t pid = atoi(line);
+            if (pid > 0 && pid != box->pid && !kill(pid, SIGKILL)) left++;
+        }
+        if (members) fclose(members);
+        if (left) usleep(tries < 20 ? 50 : 1000);
+    }
+    root_drop(&box->root);
+    if (box->socket >= 0) close(box->socket);
+    box->socket = -1;
+    box->retired = true;
+    uint8_t status[4];
+    put_u32(status, SIGKILL);
+    tell('G', box->id, status, 4);
+}
+
 /* Cgroups of the dead go at once, or a moment later when the kernel still holds them. True if some remain. */
 static bool bury(void) {
     bool waiting = false;
@@ -374,7 +466,7 @@ static bool bury(void) {
         uint8_t status[4];
         put_u32(status, box->status);
         if (box->error) tell('E', box->id, box->error, strlen(box->error));
-        else tell('G', box->id, status, 4);
+        else if (!box->retired) tell('G', box->id, status, 4);
         forget(box);
     }
     return waiting;
@@ -396,9 +488,18 @@ static int on_control(void) {
     struct box *box;
     struct layer *layer;
     switch (kind) {
-    case 'C': on_create(message, length, fds[0], fds[1]); break;
+    case 'C': on_create(message, length, fds[0], fds[1], NULL, NULL); break;
+    case 'B': on_branch(message, length, fds[0], fds[1]); break;
     case 'K':
-        if ((box = living(get_u32(&c)))) kill(box->pid, SIGKILL);
+        if ((box = living(get_u32(&c)))) box->num_branches ? retire(box) : end_agent(box);
+        break;
+    case 'L': {
+        uint32_t id = get_u32(&c);
+        on_still(id, get_u32(&c));
+        break;
+    }
+    case 'l':
+        if ((box = living(get_u32(&c)))) hold_end(box->hold), box->hold = NULL;
         break;
     case 'S': on_snapshot(get_u32(&c)); break;
     case 'H': {
@@ -467,10 +568,12 @@ static void tell_all(void) {
 
 static void end_all(void) {
     for (struct box *box = boxes; box; box = box->next)
-        if (box->pid) kill(box->pid, SIGKILL);
+        if (box->pid) hold_end(box->hold), box->hold = NULL, end_agent(box);
     for (struct box *box = boxes; box; box = box->next)
         if (box->pid) {
-            waitpid(box->pid, &box->status, 0);
+            struct pollfd end = { box->pidfd, POLLIN, 0 };
+            if (box->pidfd < 0) waitpid(box->pid, &box->status, 0);
+            else poll(&end, 1, 5000); /* with the agent in whose namespaces it is */
             box->pid = 0;
         }
     while (bury()) usleep(1000);
@@ -512,19 +615,21 @@ int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int
     sigprocmask(SIG_SETMASK, &mask, NULL);
     sigemptyset(&mask);
     sigaddset(&mask, SIGCHLD);
+    branch_ends = epoll_create1(EPOLL_CLOEXEC);
     int signals = signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK);
     prctl(PR_SET_NAME, "tandem-keeper");
     if (!enter_namespaces()) return 3;
     bool waiting = false;
     int64_t end_us = INT64_MAX; /* of the grace */
     for (;;) {
-        struct pollfd sources[4] = { { control, POLLIN, 0 }, { signals, POLLIN, 0 }, { owner, POLLIN, 0 },
-                                     { listener, POLLIN, 0 } };
+        struct pollfd sources[5] = { { control, POLLIN, 0 }, { signals, POLLIN, 0 }, { owner, POLLIN, 0 },
+                                     { listener, POLLIN, 0 }, { branch_ends, POLLIN, 0 } };
         int wait = waiting ? 2 : end_us == INT64_MAX ? -1 : 200;
-        if (poll(sources, 4, wait) < 0 && errno != EINTR) break;
+        if (poll(sources, 5, wait) < 0 && errno != EINTR) break;
         struct signalfd_siginfo info;
         while (read(signals, &info, sizeof info) > 0) { }
         reap();
+        reap_branches();
         int verdict = owner >= 0 && sources[0].revents ? on_control() : 0;
         waiting = bury();
         if (verdict == 2 || now_us() > end_us) break;
@@ -533,6 +638,7 @@ int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int
             close(control);
             close(owner);
             control = owner = -1;
+            for (struct box *box = boxes; box; box = box->next) hold_end(box->hold), box->hold = NULL;
             end_us = now_us() + grace_s * 1000000ll;
         }
         if (listener >= 0 && sources[3].revents) {

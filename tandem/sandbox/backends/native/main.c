@@ -11,6 +11,7 @@ int main(int argc, char **argv) {
         for (int i = 1; i < argc; i++) memset(argv[i], 0, strlen(argv[i]));
         return keeper_main(control, supervisor, one_id, listener, grace_s);
     }
+    if (argc == 2 && !strcmp(argv[1], "agent")) return branch_agent();
     fprintf(stderr, "tandem-box: started by tandem, not by hand\n");
     return 2;
 }

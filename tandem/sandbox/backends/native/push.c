@@ -27,11 +27,11 @@ static bool same_namespace(const char *pid, ino_t space) {
 
 /* What of a process lies on the old root: its working folder (unless it is the root), files open for writing,
  * folders. What it reads stays as it was. */
-static const char *look(const char *pid, dev_t device, ino_t root) {
+static const char *look(const char *pid, dev_t device, ino_t root, pid_t movable) {
     char path[400];
     struct stat info;
     snprintf(path, sizeof path, "/proc/%.16s/cwd", pid);
-    if (!stat(path, &info) && info.st_dev == device && info.st_ino != root) return "the working folder of a process";
+    if (atoi(pid) != movable && !stat(path, &info) && info.st_dev == device && info.st_ino != root) return "the working folder of a process";
     snprintf(path, sizeof path, "/proc/%.16s/fd", pid);
     DIR *folder = opendir(path);
     const char *found = NULL;
@@ -49,7 +49,7 @@ static const char *look(const char *pid, dev_t device, ino_t root) {
 }
 
 /* ``cgroup`` NULL: there is none, and all processes of the machine are asked for their mounts. */
-const char *push_refusal(pid_t agent, const char *cgroup) {
+const char *push_refusal(pid_t agent, const char *cgroup, pid_t movable) {
     char path[64];
     struct stat info, root;
     snprintf(path, sizeof path, "/proc/%d/ns/mnt", agent);
@@ -63,7 +63,7 @@ const char *push_refusal(pid_t agent, const char *cgroup) {
         FILE *members = fopen(name, "re");
         while (members && !found && fgets(line, sizeof line, members)) {
             line[strcspn(line, "\n")] = 0;
-            found = look(line, root.st_dev, root.st_ino);
+            found = look(line, root.st_dev, root.st_ino, movable);
         }
         if (!members) return "its group cannot be read";
         fclose(members);
@@ -73,7 +73,7 @@ const char *push_refusal(pid_t agent, const char *cgroup) {
     struct dirent *entry;
     while (folder && !found && (entry = readdir(folder)))
         if (isdigit((unsigned char)entry->d_name[0]) && same_namespace(entry->d_name, info.st_ino))
-            found = look(entry->d_name, root.st_dev, root.st_ino);
+            found = look(entry->d_name, root.st_dev, root.st_ino, movable);
     if (folder) closedir(folder);
     return found;
 }
@@ -89,7 +89,7 @@ static int steps(int space, int overlay, struct cursor c) {
         get_str(&c, NULL);
         get_u32(&c);
         char old[4096];
-        if (kind != 'b' && kind != 'n' && kind != 'p') continue;
+        if (kind != 'b' && kind != 'n' && kind != 'p' && kind != 't') continue;
         snprintf(old, sizeof old, "/%s", path);
         if (syscall(__NR_move_mount, AT_FDCWD, old, overlay, path, 0)) return 3;
     }

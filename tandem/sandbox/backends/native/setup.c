@@ -26,12 +26,14 @@
 #endif
 
 static int report_fd;
+static bool in_words; /* to whom words are enough */
 
 static void fail(const char *step, const char *what) {
     char text[512];
     uint8_t frame[FRAME_HEAD + sizeof text];
     int length = snprintf(text, sizeof text, "%s%s%s: %s", step, *what ? " " : "", what, strerror(errno));
     if (length >= (int)sizeof text) length = sizeof text - 1;
+    if (in_words && send(report_fd, text, length, MSG_NOSIGNAL) >= 0) _exit(1);
     put_u32(frame, 5 + length);
     frame[4] = FAIL;
     put_u32(frame + 5, 0);
@@ -64,10 +66,25 @@ static size_t read_ops(struct cursor c) {
     return count;
 }
 
-/* The host's trees are opened before our tmpfs hides anything of the host. */
-static void open_trees(size_t count) {
+/* A file system of this process's namespaces, mounted nowhere yet. */
+static int detached(const char *kind, const char *const *options, uint64_t attributes) {
+    int context = syscall(__NR_fsopen, kind, FSOPEN_CLOEXEC);
+    for (; context >= 0 && *options; options += 2) syscall(__NR_fsconfig, context, 1, options[0], options[1], 0);
+    bool good = context >= 0 && !syscall(__NR_fsconfig, context, 6, NULL, NULL, 0);
+    int fd = good ? (int)syscall(__NR_fsmount, context, FSMOUNT_CLOEXEC, attributes) : -1;
+    if (context >= 0) close(context);
+    return fd;
+}
+
+/* The host's trees are opened before our tmpfs hides anything of the host; ``all``: what else is mounted, too. */
+static void open_trees(size_t count, bool all) {
+    static const char *const plain[] = { NULL }, *const terminals[] = { "ptmxmode", "0666", "mode", "0620", NULL };
     for (size_t i = 0; i < count; i++) {
         struct op *op = &ops[i];
+        if (all && op->kind == 'p')
+            op->tree = detached("proc", plain, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
+        if (all && op->kind == 't') op->tree = detached("devpts", terminals, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC);
+        if (all && (op->kind == 'p' || op->kind == 't')) check(op->tree >= 0, "open", op->path);
         if (op->kind != 'b' && op->kind != 'n') continue;
         op->tree = syscall(__NR_open_tree, AT_FDCWD, op->argument, OPEN_TREE_CLONE | AT_RECURSIVE | O_CLOEXEC);
         check(op->tree >= 0, "open", op->argument);
@@ -96,10 +113,18 @@ static void apply(const struct op *op) {
         attach(op);
         break;
     case 'p':
+        if (op->tree >= 0) {
+            attach(op);
+            break;
+        }
         check(!mount("proc", op->path, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL), "mount", op->path);
         break;
     case 't': /* terminals of its own */
         check(!mkdir(op->path, 0755) || errno == EEXIST, "make", op->path);
+        if (op->tree >= 0) {
+            attach(op);
+            break;
+        }
         check(!mount("devpts", op->path, "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620"), "mount",
               op->path);
         break;
@@ -119,13 +144,26 @@ static void apply(const struct op *op) {
     }
 }
 
+static size_t num_ops;
+
+void steps_open(struct cursor steps, int fd) {
+    report_fd = fd;
+    in_words = true;
+    num_ops = read_ops(steps);
+    open_trees(num_ops, true);
+}
+
+void steps_apply(void) {
+    for (size_t i = 0; i < num_ops; i++) apply(&ops[i]);
+}
+
 static void make_root(const struct box_spec *spec, int overlay) {
-    size_t count = read_ops(spec->ops);
+    num_ops = read_ops(spec->ops);
     check(!mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL), "make private", "/");
-    open_trees(count);
+    open_trees(num_ops, false);
     check(!syscall(__NR_move_mount, overlay, "", AT_FDCWD, "/tmp", MOVE_MOUNT_F_EMPTY_PATH), "mount", "root");
     check(!fchdir(overlay), "enter", "root");
-    for (size_t i = 0; i < count; i++) apply(&ops[i]);
+    steps_apply();
     check(!syscall(__NR_pivot_root, ".", "."), "pivot_root", "");
     check(!umount2(".", MNT_DETACH), "leave", "the host's root");
     check(!chdir("/"), "enter", "/");
@@ -145,7 +183,7 @@ static int await_root(int go_fd) {
     return fd;
 }
 
-static void raise_loopback(void) {
+void raise_loopback(void) {
     struct ifreq request = { .ifr_flags = IFF_UP | IFF_RUNNING };
     strcpy(request.ifr_name, "lo");
     int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -153,29 +191,50 @@ static void raise_loopback(void) {
     close(fd);
 }
 
-static void limit(int resource, uint64_t value, const char *name) {
+static void limit(int resource, uint64_t value, const char *name, bool soft) {
     struct rlimit old, new;
     check(!getrlimit(resource, &old), "read limit", name);
     new.rlim_cur = new.rlim_max = old.rlim_max != RLIM_INFINITY && value > old.rlim_max ? old.rlim_max : value;
+    if (soft) new.rlim_max = old.rlim_max;
     check(!setrlimit(resource, &new), "limit", name);
 }
 
+/* Whether a control group counts the box's processes, too. */
+static bool counted(struct cursor c) {
+    bool found = false;
+    for (uint32_t count = get_u32(&c); count && !c.bad; count--) {
+        get_str(&c, NULL);
+        get_u8(&c);
+        for (uint32_t writes = get_u32(&c); writes && !c.bad; writes--) {
+            found = !strcmp(get_str(&c, NULL), "pids.max") || found;
+            get_str(&c, NULL);
+        }
+    }
+    return found && !c.bad;
+}
+
 static void set_limits(const struct box_spec *spec) {
-    limit(RLIMIT_NPROC, spec->num_processes, "processes");
-    if (spec->data_bytes) limit(RLIMIT_DATA, spec->data_bytes, "data");
-    limit(RLIMIT_CORE, 1, "core"); /* 0 would still feed a host that pipes cores to a program; 1 stops that, too */
-    limit(RLIMIT_NOFILE, 4096, "open files");
-    limit(RLIMIT_MEMLOCK, 1 << 16, "locked memory");
-    limit(RLIMIT_SIGPENDING, 1024, "pending signals");
-    limit(RLIMIT_MSGQUEUE, 1 << 16, "message queues");
-    limit(RLIMIT_RTPRIO, 0, "priority");
-    limit(RLIMIT_STACK, 8 << 20, "stack");
+    /* Where a group counts, the box may lift this one: it only keeps room for the agent, and a live fork, whose copies
+     * count here as well, must not take it from the parent. */
+    limit(RLIMIT_NPROC, spec->num_processes, "processes", counted(spec->cgroups));
+    if (spec->data_bytes) limit(RLIMIT_DATA, spec->data_bytes, "data", false);
+    limit(RLIMIT_CORE, 1, "core", false); /* 0 would still feed a host that pipes cores to a program; 1 stops that, too */
+    limit(RLIMIT_NOFILE, 4096, "open files", false);
+    limit(RLIMIT_MEMLOCK, 1 << 16, "locked memory", false);
+    limit(RLIMIT_SIGPENDING, 1024, "pending signals", false);
+    limit(RLIMIT_MSGQUEUE, 1 << 16, "message queues", false);
+    limit(RLIMIT_RTPRIO, 0, "priority", false);
+    limit(RLIMIT_STACK, 8 << 20, "stack", false);
+}
+
+/* The agent's, and those of the box's root over the box's own files; its user has none of them. */
+uint64_t agent_powers(bool switch_user) {
+    return !switch_user ? 0 : 1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL | 1ull << CAP_CHOWN |
+                              1ull << CAP_DAC_OVERRIDE | 1ull << CAP_FOWNER | 1ull << CAP_FSETID;
 }
 
 static void drop_powers(bool switch_user) {
-    /* The agent's, and those of the box's root over the box's own files; its user has none of them. */
-    uint64_t keep = !switch_user ? 0 : 1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL | 1ull << CAP_CHOWN |
-                                       1ull << CAP_DAC_OVERRIDE | 1ull << CAP_FOWNER | 1ull << CAP_FSETID;
+    uint64_t keep = agent_powers(switch_user);
     for (int capability = 0; capability < 64; capability++)
         if (!(keep >> capability & 1) && prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) && errno != EINVAL) fail("drop", "bounding set");
     check(!prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "drop", "ambient set");
@@ -186,6 +245,32 @@ static void drop_powers(bool switch_user) {
     check(!syscall(__NR_capset, &head, data), "drop", "capabilities");
     const char *step = filter_install();
     if (step) fail("install", step);
+}
+
+void agent_place(int agent_fd, int *pipes) {
+    int high_pipes[3] = { -1, -1, -1 };
+    report_fd = agent_fd;
+    check(!prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "protect", "agent");
+    prctl(PR_SET_NAME, "box-agent");
+
+    for (int i = 0; pipes && i < 3; i++) high_pipes[i] = pipes[i] < 0 ? -1 : fcntl(pipes[i], F_DUPFD, 64);
+    int null = open("/dev/null", O_RDWR);
+    check(null >= 0, "open", "/dev/null");
+    /* Move the socket away from its final number first: null may have landed on it. */
+    int high = fcntl(agent_fd, F_DUPFD, 64);
+    check(high >= 0, "move", "socket");
+    report_fd = high;
+    for (int fd = 0; fd < 3; fd++) check(dup2(null, fd) == fd, "attach", "/dev/null");
+    check(dup2(high, AGENT_FD) == AGENT_FD, "move", "socket");
+    report_fd = AGENT_FD;
+    int next = AGENT_FD + 1;
+    for (int i = 0; pipes && i < 3; i++) {
+        if (high_pipes[i] < 0) continue;
+        pipes[i] = next++;
+        check(dup2(high_pipes[i], pipes[i]) == pipes[i], "move", "stream");
+        fcntl(pipes[i], F_SETFL, O_NONBLOCK);
+    }
+    check(!syscall(__NR_close_range, next, ~0u, 0), "close", "inherited files");
 }
 
 void box_main(const struct box_spec *spec, int agent_fd, int go_fd) {
@@ -202,18 +287,6 @@ void box_main(const struct box_spec *spec, int agent_fd, int go_fd) {
     raise_loopback();
     set_limits(spec);
     drop_powers(switch_user);
-    check(!prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "protect", "agent");
-    prctl(PR_SET_NAME, "box-agent");
-
-    int null = open("/dev/null", O_RDWR);
-    check(null >= 0, "open", "/dev/null");
-    /* Move the socket away from its final number first: null may have landed on it. */
-    int high = fcntl(agent_fd, F_DUPFD, 64);
-    check(high >= 0, "move", "socket");
-    report_fd = high;
-    for (int fd = 0; fd < 3; fd++) check(dup2(null, fd) == fd, "attach", "/dev/null");
-    check(dup2(high, AGENT_FD) == AGENT_FD, "move", "socket");
-    report_fd = AGENT_FD;
-    check(!syscall(__NR_close_range, AGENT_FD + 1, ~0u, 0), "close", "inherited files");
-    agent_main(AGENT_FD, spec->work_id, switch_user, spec->watch_bytes);
+    agent_place(agent_fd, NULL);
+    agent_main(AGENT_FD, spec->work_id, switch_user, spec->watch_bytes, NULL);
 }

@@ -28,6 +28,7 @@ size_t tree_scan(struct process *into, bool memory) {
         struct process *p = &into[count];
         p->pid = atoi(entry->d_name);
         p->parent = parent;
+        p->stands = state == 'T' || state == 't';
         p->anonymous_bytes = 0;
         if (p->pid == 1) continue;
         if (memory) {
@@ -58,23 +59,39 @@ bool tree_within(const struct process *all, size_t count, pid_t pid, pid_t root)
     return false;
 }
 
+/* Whether a process has a box of its own, born of this one by a live fork: it has another number there. */
+static bool foreign(pid_t pid) {
+    char path[64], text[4096];
+    snprintf(path, sizeof path, "/proc/%d/status", pid);
+    if (!read_small(path, text, sizeof text)) return false;
+    char *numbers = strstr(text, "\nNSpid:\t");
+    if (!numbers) return false;
+    numbers += 8;
+    char *end = strchr(numbers, '\n');
+    if (end) *end = 0;
+    return strchr(numbers, '\t') != NULL;
+}
+
 static struct process table[MAX_PROCESSES];
 static pid_t stopped[MAX_PROCESSES];
 
-/* Stop until a scan finds nobody new, then kill: a stopped process cannot fork, so the set closes even against
- * a fork bomb. The pass limit only bounds the time when thousands appear between two scans. */
+/* Stop until a scan finds nobody new and all standing, then kill: a process that stands cannot fork, so the set closes
+ * even against a fork bomb. The pass limit only bounds the time when thousands appear between two scans. */
 static void stop_and_kill(bool (*doomed)(const struct process *, size_t, size_t, const void *), const void *argument) {
     size_t num_stopped = 0;
     for (int pass = 0; pass < 200; pass++) {
         size_t count = tree_scan(table, false), before = num_stopped;
+        bool restless = false;
         for (size_t i = 0; i < count && num_stopped < MAX_PROCESSES; i++) {
             bool known = false;
             for (size_t k = 0; k < before && !known; k++) known = stopped[k] == table[i].pid;
-            if (known || !doomed(table, count, i, argument)) continue;
+            if (known && !table[i].stands) restless = true;
+            if (known || !doomed(table, count, i, argument) || foreign(table[i].pid)) continue;
             kill(table[i].pid, SIGSTOP);
             stopped[num_stopped++] = table[i].pid;
         }
-        if (num_stopped == before) break;
+        if (num_stopped == before && !restless) break;
+        if (num_stopped == before) usleep(100); /* it stops when it next runs */
     }
     for (size_t k = 0; k < num_stopped; k++) kill(stopped[k], SIGKILL);
 }

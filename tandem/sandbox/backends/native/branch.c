@@ -1,0 +1,265 @@
+/* Keeper side: a copy of a held process in a box of its own. The process makes a child in new namespaces (A), A makes
+ * one that shares its memory (C), then A becomes the agent of the new box and C alone keeps the memory, copied on
+ * write from the first. C is A's child, so all that an agent does for its commands works for it. What is mounted is
+ * done from outside (graft.c). Before C runs it has lost every power that a new user namespace gave it. */
+#include "box.h"
+#include "hold.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#ifdef __x86_64__
+/* Where what is in the scratch. */
+enum { AT_PIPES = 0, AT_POWERS = 64, AT_ADDRESS = 128, AT_ARGUMENTS = 256, AT_FOLDER = 512, HELPER_MS = 10000 };
+enum { NEW_SPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS };
+
+static char text[512];
+static struct traced first, copy; /* A and C */
+
+static const char *failed(const char *step, long result) {
+    snprintf(text, sizeof text, "live fork: %s: %s", step, strerror(result < 0 ? (int)-result : errno));
+    return text;
+}
+
+/* Processes count against a user of the user namespaces above, too: without this a copy's would be its parent's. The
+ * control group counts them in any case. */
+static void lift_limit(const struct hold *hold) {
+    pid_t pids[] = { hold->agent.pid, hold->between, hold->target };
+    struct rlimit limit;
+    for (int i = 0; i < 3; i++) {
+        if (!pids[i] || prlimit(pids[i], RLIMIT_NPROC, NULL, &limit)) continue;
+        limit.rlim_cur = limit.rlim_max;
+        prlimit(pids[i], RLIMIT_NPROC, &limit, NULL);
+    }
+}
+
+static void set_limit(const struct box_spec *spec, pid_t pid) {
+    struct rlimit limit;
+    if (prlimit(pid, RLIMIT_NPROC, NULL, &limit)) return;
+    limit.rlim_cur = spec->num_processes < limit.rlim_max ? spec->num_processes : limit.rlim_max;
+    prlimit(pid, RLIMIT_NPROC, &limit, NULL);
+}
+
+/* Ids are mapped from the parent's user namespace: in a process that goes there and does not come back. */
+static const char *map_ids(pid_t mother, pid_t pid) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/ns/user", mother);
+    int space = open(path, O_RDONLY | O_CLOEXEC), status = 1;
+    if (space < 0) return failed("find its user namespace", 0);
+    pid_t helper = fork();
+    if (helper == 0) {
+        char line[] = "0 0 65536";
+        if (setns(space, CLONE_NEWUSER)) _exit(errno);
+        snprintf(path, sizeof path, "/proc/%d/gid_map", pid);
+        if (!write_file(path, line, sizeof line - 1)) _exit(errno);
+        snprintf(path, sizeof path, "/proc/%d/uid_map", pid);
+        _exit(write_file(path, line, sizeof line - 1) ? 0 : errno);
+    }
+    close(space);
+    if (helper < 0 || waitpid(helper, &status, 0) != helper) return failed("map its ids", 0);
+    return WIFEXITED(status) && !WEXITSTATUS(status) ? NULL : failed("map its ids", -(long)WEXITSTATUS(status));
+}
+
+static long drop_bounding_set(void) {
+    uint64_t keep = agent_powers(true);
+    for (int capability = 0; capability < 64; capability++) {
+        if (keep >> capability & 1) continue;
+        long result = trace_call(&first, __NR_prctl, PR_CAPBSET_DROP, capability, 0, 0, 0);
+        if (result == -EINVAL) return 0; /* the kernel knows no more */
+        if (result) return result;
+    }
+    return 0;
+}
+
+static const char *make_copy(struct hold *hold, struct carried *carried) {
+    int pipes[3][2];
+    long result = 0;
+    for (int i = 0; i < 3; i++) pipes[i][0] = pipes[i][1] = -1;
+    for (int i = 0; i < 3; i++)
+        if (hold->streams[i] == i) {
+            uint64_t at = hold->scratch + AT_PIPES + 8 * i;
+            if ((result = trace_call(&first, __NR_pipe2, at, O_CLOEXEC, 0, 0, 0))) return failed("make a pipe", result);
+            if (!trace_read(&first, at, pipes[i], sizeof pipes[i])) return failed("make a pipe", 0);
+        }
+    long flags = CLONE_VM | SIGCHLD | (hold->tid_at ? CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID : 0);
+    result = trace_call(&first, __NR_clone, flags, 0, 0, hold->tid_at, 0);
+    if (result <= 0 || !trace_born(&copy, first.born)) return failed("copy the process", result);
+    carried->pid = (uint32_t)result;
+    copy.site = first.site;
+    copy.mask = first.mask;
+    copy.saved = hold->main.saved;
+    for (int fd = 0; fd < 3; fd++) {
+        int from = hold->streams[fd] == 1 && fd == 2 ? 1 : fd;
+        if (hold->streams[fd] < 0) continue;
+        result = trace_call(&copy, __NR_dup2, pipes[from][fd ? 1 : 0], fd, 0, 0, 0);
+        if (result != fd) return failed("give it a stream", result);
+    }
+    for (int i = 0; i < 3; i++)
+        for (int end = 0; end < 2; end++) {
+            if (pipes[i][end] < 0) continue;
+            trace_call(&copy, __NR_close, pipes[i][end], 0, 0, 0, 0);
+            bool ours = end == (i ? 0 : 1);
+            if (!ours) trace_call(&first, __NR_close, pipes[i][end], 0, 0, 0, 0);
+            else trace_call(&first, __NR_fcntl, pipes[i][end], F_SETFD, 0, 0, 0);
+        }
+    carried->pipes[0] = pipes[0][1];
+    carried->pipes[1] = pipes[1][0];
+    carried->pipes[2] = pipes[2][0];
+    return NULL;
+}
+
+/* A connects to us and becomes the program. */
+static const char *become_agent(struct hold *hold) {
+    uint64_t at = hold->scratch;
+    struct { char path[32], name[16], word[16]; uint64_t arguments[4]; } strings = {
+        GRAFT_AGENT, "box-agent", "agent",
+        { at + AT_ARGUMENTS + 32, at + AT_ARGUMENTS + 48, 0, 0 },
+    };
+    struct sockaddr_un address = { .sun_family = AF_UNIX, .sun_path = GRAFT_SOCKET };
+    if (!trace_write(&first, at + AT_ARGUMENTS, &strings, sizeof strings) ||
+        !trace_write(&first, at + AT_ADDRESS, &address, sizeof address))
+        return failed("prepare its agent", 0);
+    long fd = trace_call(&first, __NR_socket, AF_UNIX, SOCK_SEQPACKET, 0, 0, 0);
+    if (fd < 0) return failed("make a socket", fd);
+    long result = trace_call(&first, __NR_connect, fd, at + AT_ADDRESS, sizeof address, 0, 0);
+    if (result) return failed("connect", result);
+    for (int end = 0; end < 3; end++)
+        if ((result = trace_call(&first, __NR_dup2, fd, end, 0, 0, 0)) != end) return failed("move its socket", result);
+    trace_call(&first, __NR_close, fd, 0, 0, 0, 0);
+    if ((result = trace_call(&first, __NR_setresgid, 0, 0, 0, 0, 0)) ||
+        (result = trace_call(&first, __NR_setresuid, 0, 0, 0, 0, 0)))
+        return failed("become the box's root", result);
+    uint64_t arguments = at + AT_ARGUMENTS + 64;
+    result = trace_call(&first, __NR_execve, at + AT_ARGUMENTS, arguments, arguments + 16, 0, 0);
+    return result ? failed("start its agent", result) : NULL;
+}
+
+static const char *brief_agent(int listener, int agent_fd, const struct carried *carried) {
+    struct pollfd source = { listener, POLLIN, 0 };
+    struct ucred peer = { 0 };
+    socklen_t size = sizeof peer;
+    int fd = poll(&source, 1, HELPER_MS) == 1 ? accept4(listener, NULL, NULL, SOCK_CLOEXEC) : -1;
+    if (fd < 0) return failed("hear of its agent", 0);
+    union { struct cmsghdr head; char space[CMSG_SPACE(sizeof(int))]; } extra = { .space = { 0 } };
+    struct iovec part = { (void *)carried, sizeof *carried };
+    struct msghdr head = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra };
+    extra.head = (struct cmsghdr){ .cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS };
+    memcpy(CMSG_DATA(&extra.head), &agent_fd, sizeof agent_fd);
+    errno = EPERM;
+    bool good = !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) && peer.pid == first.pid &&
+                sendmsg(fd, &head, MSG_NOSIGNAL) == sizeof *carried;
+    close(fd);
+    return good ? NULL : failed("brief its agent", 0);
+}
+
+/* The copy's own folder and session, and what its C library told the kernel; then it has no powers. */
+static const char *settle_copy(struct hold *hold) {
+    uint64_t at = hold->scratch;
+    struct __user_cap_header_struct head = { _LINUX_CAPABILITY_VERSION_3, 0 };
+    struct __user_cap_data_struct none[2] = { { 0 }, { 0 } };
+    struct { struct __user_cap_header_struct head; struct __user_cap_data_struct none[2]; } powers;
+    memcpy(&powers.head, &head, sizeof head);
+    memcpy(powers.none, none, sizeof none);
+    if (!trace_write(&copy, at + AT_POWERS, &powers, sizeof powers) ||
+        !trace_write(&copy, at + AT_FOLDER, hold->folder, strlen(hold->folder) + 1))
+        return failed("write its memory", 0);
+    long result = trace_call(&copy, __NR_chdir, at + AT_FOLDER, 0, 0, 0, 0);
+    if (result) return failed("enter its working folder", result);
+    if ((result = trace_call(&copy, __NR_setsid, 0, 0, 0, 0, 0)) < 0) return failed("give it a session", result);
+    if (hold->robust_size) trace_call(&copy, __NR_set_robust_list, hold->robust_at, hold->robust_size, 0, 0, 0);
+#ifdef __NR_rseq
+    if (hold->rseq_size) trace_call(&copy, __NR_rseq, hold->rseq_at, hold->rseq_size, 0, hold->rseq_signature, 0);
+#endif
+    if ((result = trace_call(&copy, __NR_prctl, PR_SET_DUMPABLE, 1, 0, 0, 0))) return failed("open it to itself", result);
+    result = trace_call(&copy, __NR_capset, at + AT_POWERS, at + AT_POWERS + sizeof powers.head, 0, 0, 0);
+    if (result) return failed("drop its powers", result);
+    if (!trace_write(&copy, at, hold->old, SCRATCH)) return failed("put its memory back", 0);
+    return copy.lost ? failed("settle it", 0) : NULL;
+}
+
+static const char *raise_branch(struct hold *hold, struct box *box, const struct box_spec *spec, int agent_fd,
+                                struct carried *carried) {
+    struct graft graft = { .pid = first.pid, .helper = 0 };
+    first.site = hold->main.site;
+    first.mask = hold->main.mask;
+    first.saved = hold->main.saved;
+    box->pid = first.pid;
+    set_limit(spec, first.pid);
+    const char *error = box_enter_cgroups(box, spec->cgroups, true);
+    if (!error) error = map_ids(hold->target, first.pid);
+    if (!error) error = graft_begin(&graft, box, spec);
+    long result = error ? 0 : trace_call(&first, __NR_unshare, CLONE_NEWCGROUP, 0, 0, 0, 0);
+    if (!error && (result || (result = drop_bounding_set()))) error = failed("drop its bounding set", result);
+    if (!error) error = graft_mounted(&graft);
+    if (!error) error = make_copy(hold, carried);
+    if (!error) error = become_agent(hold);
+    if (!error) error = brief_agent(graft.listener, agent_fd, carried);
+    if (!error) error = settle_copy(hold);
+    const char *late = graft_end(&graft);
+    return error ? error : late;
+}
+
+const char *branch_make(struct hold *hold, struct box *box, const struct box_spec *spec, int agent_fd,
+                        struct carried *carried) {
+    const char *error = NULL;
+    first = copy = (struct traced){ 0 };
+    trace_begin();
+    lift_limit(hold);
+    /* Its parent is its maker's parent: the maker has no child that it does not know of. */
+    hold->main.born = 0;
+    long result = trace_call(&hold->main, __NR_clone, NEW_SPACES | CLONE_PARENT | SIGCHLD, 0, 0, 0, 0);
+    if (result <= 0 || !trace_born(&first, hold->main.born))
+        error = result == -ENOSPC || result == -EUSERS ? "live fork: too many generations, or namespaces in all"
+                                                        : failed("make its namespaces", result);
+    if (!error) error = raise_branch(hold, box, spec, agent_fd, carried);
+    trace_end();
+    pid_t pid = first.pid;
+    if (!error) {
+        char path[64];
+        snprintf(path, sizeof path, "/proc/%d/oom_score_adj", pid);
+        write_file(path, "-1000", 5);
+        setpriority(PRIO_PROCESS, pid, -5);
+        if (!trace_go_on(&copy, true)) error = failed("let it go", 0);
+        else trace_leave(&first);
+    }
+    if (!error) return NULL;
+    box->pid = 0;
+    snprintf(text, sizeof text, "%.400s", error == text ? text : error);
+    if (copy.pid) kill(copy.pid, SIGKILL), waitpid(copy.pid, NULL, __WALL);
+    if (pid) kill(pid, SIGKILL), waitpid(pid, NULL, __WALL);
+    return text;
+}
+#else
+const char *branch_make(struct hold *hold, struct box *box, const struct box_spec *spec, int agent_fd,
+                        struct carried *carried) {
+    return (void)hold, (void)box, (void)spec, (void)agent_fd, (void)carried, "live fork is for x86-64 only";
+}
+#endif
+
+/* The first process of a branch, now this program: its keeper tells the rest over the socket that it is on. */
+int branch_agent(void) {
+    struct carried carried;
+    union { struct cmsghdr head; char space[CMSG_SPACE(sizeof(int))]; } extra;
+    struct iovec part = { &carried, sizeof carried };
+    struct msghdr head = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra };
+    if (recvmsg(0, &head, MSG_CMSG_CLOEXEC) != sizeof carried) return 1;
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&head);
+    int fd = -1;
+    if (!rights || rights->cmsg_type != SCM_RIGHTS) return 1;
+    memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+    agent_place(fd, carried.pipes);
+    agent_main(AGENT_FD, carried.work_id, true, carried.watch_bytes, &carried);
+}

@@ -1,0 +1,24 @@
+/* hold.c: a box that stands still for its live fork. branch.c: what is made of it. */
+#ifndef TANDEM_HOLD_H
+#define TANDEM_HOLD_H
+#include "trace.h"
+
+enum { SCRATCH = 2048, FOLDER_MAX = 1024 };
+
+struct hold {
+    struct traced main, shim, agent;
+    pid_t target, between;     /* the process that is copied; its shim, 0 if it has none */
+    int streams[3];            /* where its 0, 1 and 2 lead: -1 nowhere that matters, 1 for 2: the same as stdout */
+    char folder[FOLDER_MAX];
+    uint64_t scratch;          /* on its stack, unused: we write there, and put back ... */
+    uint8_t old[SCRATCH];      /* ... this */
+    uint64_t tid_at, rseq_at, robust_at; /* what its C library told the kernel about itself, as a copy must again */
+    size_t robust_size;
+    uint32_t rseq_size, rseq_signature;
+};
+
+/* NULL: why not; ``busy``: it may do in a moment. ``inner``: the process as the box counts. */
+struct hold *hold_take(pid_t agent, const char *cgroup, pid_t inner, const char **problem, bool *busy);
+const char *hold_return_folder(struct hold *hold);
+void hold_end(struct hold *hold); /* all go on as if nothing had been */
+#endif
