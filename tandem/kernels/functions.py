@@ -6,11 +6,14 @@ the mathematics. Without gradients the forward pass alone runs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from tandem.core.errors import EngineError
 from tandem.kernels.impl import reference
-from tandem.kernels.impl.cpu import native
+from tandem.kernels.impl.cpu import head, native
 
 Index = tuple[Tensor, Tensor, Tensor]
 # Rows of one chunk of the vocabulary projection: peak memory is this many rows of float32 logits.
@@ -60,9 +63,11 @@ class Attention(torch.autograd.Function):
 
 class RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, weight_D, eps):
-        out_TD, inverse_T = native.rms_norm(x_TD, weight_D, eps, with_inverse=any(ctx.needs_input_grad[:2]))
+    def forward(ctx, x_TD, weight_D, eps, offset):
+        wanted = any(ctx.needs_input_grad[:2])
+        out_TD, inverse_T = native.rms_norm(x_TD, weight_D, eps, offset=offset, with_inverse=wanted)
         ctx.save_for_backward(x_TD, weight_D, inverse_T)
+        ctx.offset = offset
         return out_TD
 
     @staticmethod
@@ -70,9 +75,9 @@ class RMSNorm(torch.autograd.Function):
         x_TD, weight_D, inverse_T = ctx.saved_tensors
         normed = x_TD.float() * inverse_T[:, None]
         grad = grad_TD.float()
-        weighted = grad * weight_D.float()
+        weighted = grad * (weight_D.float() + 1.0 if ctx.offset else weight_D.float())
         dx = (weighted - normed * (weighted * normed).mean(1, keepdim=True)) * inverse_T[:, None]
-        return dx.to(x_TD.dtype), (grad * normed).sum(0).to(weight_D.dtype), None
+        return dx.to(x_TD.dtype), (grad * normed).sum(0).to(weight_D.dtype), None, None
 
 
 class Rope(torch.autograd.Function):
@@ -91,7 +96,7 @@ class SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_TF, up_TF):
         ctx.save_for_backward(gate_TF, up_TF)
-        return native.silu_mul(gate_TF, up_TF)
+        return native.gate_mul(gate_TF, up_TF, "silu")
 
     @staticmethod
     def backward(ctx, grad_TF):
@@ -103,6 +108,25 @@ class SiluMul(torch.autograd.Function):
         return dgate.to(gate_TF.dtype), (grad * silu).to(up_TF.dtype)
 
 
+class GeluMul(torch.autograd.Function):
+    """The tanh form of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415): ``x sigmoid(y)`` with ``y = 2 sqrt(2 / pi)
+    (x + 0.044715 x^3)``."""
+
+    @staticmethod
+    def forward(ctx, gate_TF, up_TF):
+        ctx.save_for_backward(gate_TF, up_TF)
+        return native.gate_mul(gate_TF, up_TF, "gelu_tanh")
+
+    @staticmethod
+    def backward(ctx, grad_TF):
+        gate_TF, up_TF = ctx.saved_tensors
+        gate, grad, slope = gate_TF.float(), grad_TF.float(), 2.0 * (2.0 / math.pi) ** 0.5
+        square = gate * gate * 0.044715
+        sigmoid = torch.sigmoid(gate * (square + 1.0) * slope)
+        inner = gate * sigmoid * (1 - sigmoid) * (3.0 * square + 1.0) * slope
+        return (grad * up_TF * (sigmoid + inner)).to(gate_TF.dtype), (grad * gate * sigmoid).to(up_TF.dtype)
+
+
 class TokenLogprobs(torch.autograd.Function):
     """Log-probability of one target a row, chunked over rows; the backward pass makes the logits again."""
 
@@ -111,9 +135,10 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs, entropies = [], []
         for begin in range(0, hidden_TD.shape[0], chunk):
             rows = slice(begin, begin + chunk)
-            logp = row_logprobs(project(hidden_TD[rows], head_VD), temperature_T[rows])
-            logprobs.append(logp.gather(1, targets_T[rows, None])[:, 0])
-            entropies.append(-(logp.exp() * logp).sum(1))
+            logits = project(hidden_TD[rows], head_VD)
+            logprob, entropy = target_logprobs(logits, temperature_T[rows], targets_T[rows])
+            logprobs.append(logprob)
+            entropies.append(entropy)
         ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T)
         ctx.project, ctx.chunk = project, chunk
         ctx.set_materialize_grads(False)  # nobody differentiates the entropy: no gradient of zeros is carried through
@@ -148,4 +173,35 @@ class TokenLogprobs(torch.autograd.Function):
 
 def row_logprobs(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
     """Log-probabilities of float32 logits at each row's temperature."""
+    if head.supports(logits_TV):
+        return head.row_logprobs(logits_TV, temperature_T)
     return torch.log_softmax(logits_TV / temperature_T[:, None], dim=1)
+
+
+def target_logprobs(logits_TV: Tensor, temperature_T: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row: the log-probability of its target, with the bits of ``row_logprobs``, and the entropy."""
+    if head.supports(logits_TV):
+        return head.target_logprobs(logits_TV, temperature_T, targets_T)
+    logp_TV = row_logprobs(logits_TV, temperature_T)
+    return logp_TV.gather(1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(1)
+
+
+def draw(logits_TV: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of each row (int64) and its log-probability, with the bits of ``row_logprobs``: each row's cumulative
+    distribution inverted at ``uniform`` (float64); the likeliest token where that is negative.
+
+    Raises:
+        EngineError: a row has no finite distribution.
+    """
+    if head.supports(logits_TV):
+        return head.draw(logits_TV, temperature_T, uniform_T)
+    logp_TV = row_logprobs(logits_TV, temperature_T)
+    cumulative_TV = logp_TV.exp().cumsum(1, dtype=torch.float64)  # so that small probabilities count
+    total_T = cumulative_TV[:, -1]
+    if not bool(torch.isfinite(total_T).all()):
+        raise EngineError("rows of logits have no finite distribution")
+    # Strictly below the total: the token found then has a probability above zero.
+    aim_T = torch.minimum(uniform_T.clamp(min=0) * total_T, torch.nextafter(total_T, torch.zeros_like(total_T)))
+    found_T = torch.searchsorted(cumulative_TV, aim_T[:, None], right=True)[:, 0]
+    tokens_T = torch.where(uniform_T < 0, logits_TV.argmax(1), found_T)
+    return tokens_T, logp_TV.gather(1, tokens_T[:, None])[:, 0]

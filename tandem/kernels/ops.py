@@ -8,7 +8,6 @@ Shapes: tokens are packed, T rows; S key slots; H query heads in G groups of D d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -98,16 +97,14 @@ class Ops:
             q_THD, k_SGD, v_SGD, index, lambda: keys.readers(num_slots, window), scale, window
         )
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """``x / rms(x) * weight``, in float32 up to the rounding before the weight."""
-        if native.supports(x_TD) and x_TD.dtype is weight_D.dtype:
-            return functions.RMSNorm.apply(x_TD, weight_D, eps)
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: bool = False) -> Tensor:
+        """``x / rms(x) * weight``, in float32 up to the rounding before the weight; with ``offset``: ``x / rms(x) *
+        (1 + weight)``, in float32 to the end."""
+        if native.supports(x_TD) and x_TD.dtype is weight_D.dtype and x_TD.stride(1) == 1:
+            return functions.RMSNorm.apply(x_TD, weight_D, eps, offset)
         x = x_TD.float()
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype) * weight_D
-
-    def rms_norm_offset(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """``x / rms(x) * (1 + weight)``, in float32 to the end."""
-        return self.rms_norm(x_TD.float(), 1.0 + weight_D.float(), eps).to(x_TD.dtype)
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return (normed * (1.0 + weight_D.float())).to(x_TD.dtype) if offset else normed.to(x_TD.dtype) * weight_D
 
     def silu_mul(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         """``silu(gate) * up``."""
@@ -116,12 +113,10 @@ class Ops:
         return F.silu(gate_TF) * up_TF
 
     def gelu_mul(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-        """``gelu(gate) * up``, the tanh form of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
-        # x sigmoid(y) with y = x * slope, which is silu(y) / slope: the stock GELU's bits depend on where in memory
-        # a row lies, the gate's do not, and sums and products are rounded alike everywhere.
-        gate = gate_TF.float()
-        slope = (gate * gate * 0.044715 + 1.0) * (2.0 * (2.0 / math.pi) ** 0.5)
-        return self.silu_mul(gate * slope, 1.0 / slope).to(gate_TF.dtype) * up_TF
+        """``gelu(gate) * up``, the tanh form of GELU."""
+        if native.supports(gate_TF) and gate_TF.stride() == up_TF.stride():
+            return functions.GeluMul.apply(gate_TF, up_TF)
+        return F.gelu(gate_TF, approximate="tanh") * up_TF
 
     def rope(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Rotary embedding; both halves of a head turn by the same angles, float32 ``[T, D]``."""

@@ -46,8 +46,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        norm = self.ops.rms_norm_offset if self.unit_offset else self.ops.rms_norm
-        return norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+        rows = x.reshape(-1, x.shape[-1])
+        return self.ops.rms_norm(rows, self.weight, self.eps, offset=self.unit_offset).view(x.shape)
 
 
 class Embedding(nn.Module):

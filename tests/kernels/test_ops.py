@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import EngineError
+from tandem.kernels.functions import row_logprobs
 from tandem.kernels.impl.cpu import native
 from tandem.kernels.ops import Ops
 from tests.kernels.attention_cases import exact_attention, key_index, packed_keys, random_qkv, shared_keys
@@ -238,6 +239,29 @@ def test_silu_mul(ops, threads, dtype, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [128, 20])
+def test_gelu_mul(ops, threads, dtype, size):
+    fused = (rows(30, 2 * size, dtype) * 3).requires_grad_()
+    gate, up = fused.chunk(2, dim=1)
+    out, expected = ops.gelu_mul(gate, up), torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(out, expected, **CLOSE[dtype])
+    torch.testing.assert_close(grads(out, fused), grads(expected, fused), **CLOSE[dtype])
+    with torch.no_grad():
+        assert torch.equal(ops.gelu_mul(gate[4:5], up[4:5]), out[4:5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_with_an_offset(ops, threads, dtype):
+    x, weight = rows(40, 80, dtype).requires_grad_(), rows(1, 80, dtype, 1)[0].requires_grad_()
+    out = ops.rms_norm(x, weight, 1e-5, offset=True)
+    wide = x.float()
+    expected = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * (1.0 + weight.float())).to(dtype)
+    torch.testing.assert_close(out, expected, **CLOSE[dtype])
+    for left, right in zip(grads(out, x, weight), grads(expected, x, weight), strict=True):
+        torch.testing.assert_close(left, right, atol=20 * CLOSE[dtype]["atol"], rtol=CLOSE[dtype]["rtol"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rope(ops, threads, dtype):
     x = rows(30, 6 * 32, dtype).view(30, 6, 32).requires_grad_()
     angles = rows(30, 16, torch.float32, 4).repeat(1, 2)
@@ -272,7 +296,7 @@ def test_token_logprobs_do_not_depend_on_chunks_or_gradients(ops, threads, dtype
         for chunk in (1, 3, 64, 256):
             assert torch.equal(ops.token_logprobs(hidden, head, targets, temperature, chunk)[0], whole)
         logits = ops.logits(hidden[5:6], head)
-        direct = torch.log_softmax(logits / temperature[5:6, None], 1)[0, targets[5]]
+        direct = row_logprobs(logits, temperature[5:6])[0, targets[5]]
         assert torch.equal(direct, whole[5])
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tandem.core.types import Top
 from tandem.engine.infer.request import Request
-from tandem.engine.infer.sampler import Draws, choose, likeliest
+from tandem.engine.infer.sampler import Draws, largest, likeliest, sample
 from tandem.engine.infer.scheduler import Chunk, StepPlan
 from tandem.engine.infer.seats import Seats
 from tandem.engine.infer.shaping import is_shaped, shape
@@ -61,9 +61,10 @@ class Runner:
         for row, request in enumerate(plan.sampled):
             if is_shaped(request):
                 shape(logits_NV[row], request)
-        tokens_N, logprobs_N, logp_NV = choose(logits_NV, self._draws(plan.sampled))
+        draws = self._draws(plan.sampled)
+        tokens_N, logprobs_N = sample(logits_NV, draws)
         counts = [request.params.top_logprobs for request in plan.sampled]
-        tops = [likeliest(logp_NV[row], count) if count else None for row, count in enumerate(counts)]
+        tops = [likeliest(logits_NV, draws, row, count) if count else None for row, count in enumerate(counts)]
         return Sampled(tokens_N.tolist(), logprobs_N.tolist(), tops)
 
     def _score_prompt(self, chunk: Chunk, hidden_CE: torch.Tensor) -> None:
@@ -79,7 +80,7 @@ class Runner:
             chosen = logp_CV.gather(1, tokens_C[:, None])[:, 0]
             request.prompt_logprobs[part.start - 1 : part.stop - 1] = chosen.cpu().numpy()
             if count := request.params.top_logprobs:
-                request.prompt_tops |= {place: likeliest(logp_CV[row], count) for row, place in enumerate(part)}
+                request.prompt_tops |= {place: largest(logp_CV[row], count) for row, place in enumerate(part)}
 
     def _pack(self, plan: StepPlan) -> tuple[AttentionContext, torch.Tensor, torch.Tensor, np.ndarray]:
         seats, num_decodes = self._seats, len(plan.decodes)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.types import Top, floats, ids
-from tandem.kernels.functions import row_logprobs
+from tandem.kernels.functions import draw, row_logprobs
 
 GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SHORTLIST = 1024  # largest logits that top-p looks at before it sorts a whole row
@@ -45,49 +45,38 @@ def uniforms(seed_N: np.ndarray, index_N: np.ndarray) -> np.ndarray:
 
 
 def sample(logits_NV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """One token a row (int64) and its log-probability (float32)."""
-    return choose(logits_NV, draws)[:2]
+    """One token a row (int64) and its log-probability (float32). What truncation excludes becomes -inf in the logits.
 
-
-def choose(logits_NV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray, Tensor]:
-    """As ``sample``, with all log-probabilities of the distributions that were sampled (float32 ``[N, V]``)."""
+    Raises:
+        EngineError: a row has no finite distribution.
+    """
     greedy = draws.temperature_N == 0
-    temperature_N = torch.from_numpy(np.where(greedy, np.float32(1), draws.temperature_N)).to(logits_NV.device)
+    temperature_N = _temperatures(logits_NV, draws)
     truncated = ~greedy & ((draws.top_k_N > 0) | (draws.top_p_N < 1))
     if truncated.any():
         _truncate(logits_NV, temperature_N, np.flatnonzero(truncated), draws)
-    logp_NV = row_logprobs(logits_NV, temperature_N)
-    tokens_N = torch.empty(len(greedy), dtype=torch.int64, device=logits_NV.device)
-    for rows, pick in ((np.flatnonzero(greedy), _greedy), (np.flatnonzero(~greedy), _draw)):
-        if len(rows) == len(greedy):
-            tokens_N = pick(logp_NV, logits_NV, draws)
-        elif len(rows):
-            where = torch.from_numpy(rows).to(logits_NV.device)
-            part = Draws(*(getattr(draws, name)[rows] for name in Draws.__slots__))
-            tokens_N[where] = pick(logp_NV[where], logits_NV[where], part)
-    logprobs_N = logp_NV.gather(1, tokens_N[:, None])[:, 0]
-    return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy(), logp_NV
+    u_N = torch.from_numpy(np.where(greedy, -1.0, uniforms(draws.seed_N, draws.index_N))).to(logits_NV.device)
+    tokens_N, logprobs_N = draw(logits_NV, temperature_N, u_N)
+    return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
 
 
-def likeliest(logp_V: Tensor, count: int) -> Top:
-    """The ``count`` likeliest tokens of one row; those that cannot come are not among them."""
+def likeliest(logits_NV: Tensor, draws: Draws, row: int, count: int) -> Top:
+    """The ``count`` likeliest tokens of a row that ``sample`` has seen; those that cannot come are not among them."""
+    logp_V = row_logprobs(logits_NV[row : row + 1], _temperatures(logits_NV, draws)[row : row + 1])[0]
+    return largest(logp_V, count)
+
+
+def largest(logp_V: Tensor, count: int) -> Top:
+    """The ``count`` largest finite log-probabilities of one row."""
     best = torch.topk(logp_V, min(count, logp_V.shape[0]))
     possible = torch.isfinite(best.values)
     return Top(token_ids=ids(best.indices[possible].tolist()), logprobs=floats(best.values[possible].tolist()))
 
 
-def _greedy(logp_NV: Tensor, logits_NV: Tensor, draws: Draws) -> Tensor:
-    return logits_NV.argmax(1)
-
-
-def _draw(logp_NV: Tensor, logits_NV: Tensor, draws: Draws) -> Tensor:
-    """Invert each row's cumulative distribution, in float64 so that small probabilities count."""
-    cumulative_NV = logp_NV.exp().cumsum(1, dtype=torch.float64)
-    total_N = cumulative_NV[:, -1]
-    u_N = torch.from_numpy(uniforms(draws.seed_N, draws.index_N)).to(logp_NV.device)
-    # Strictly below the total: the token found then has a probability above zero.
-    aim_N = torch.minimum(u_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    return torch.searchsorted(cumulative_NV, aim_N[:, None], right=True)[:, 0]
+def _temperatures(logits_NV: Tensor, draws: Draws) -> Tensor:
+    """What log-probabilities are taken at: 1 where the likeliest token is wanted."""
+    temperature_N = np.where(draws.temperature_N == 0, np.float32(1), draws.temperature_N)
+    return torch.from_numpy(temperature_N.astype(np.float32)).to(logits_NV.device)
 
 
 def _truncate(logits_NV: Tensor, temperature_N: Tensor, rows: np.ndarray, draws: Draws) -> None:

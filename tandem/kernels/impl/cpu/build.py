@@ -19,7 +19,8 @@ from pathlib import Path
 from tandem.core.cache import cache_folder, make_folder
 from tandem.core.errors import EngineError, boundary
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "tiles.c"))
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("attention", "head", "rows", "tiles"))
+HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("kernels", "vectors"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 120
 
@@ -43,7 +44,7 @@ def built(compiler: str) -> Path:
         EngineError: the compiler fails; the message holds what it said.
     """
     version = _run([compiler, "--version"])
-    source = b"".join(path.read_bytes() for path in SOURCES)
+    source = b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
     key = hashlib.sha256(source + version + " ".join(FLAGS).encode() + _processor()).hexdigest()[:16]
 
     def build(folder: Path) -> None:

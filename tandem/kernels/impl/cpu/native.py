@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.kernels.impl.cpu.build import library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = ("silu", "gelu_tanh")
 LANES = 16
 TILE_OUTS, TILE_INS = 16, 32
 
@@ -100,15 +101,17 @@ def attention_backward(
     return dq, dk, dv
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, with_inverse: bool) -> tuple[Tensor, Tensor | None]:
-    """Normalised rows, and 1 / rms of each row if wanted."""
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: bool, with_inverse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Normalised rows, times the weight or (``offset``) one more than it, and 1 / rms of each row if wanted."""
     rows, size = x_TD.shape
     out = torch.empty((rows, size), dtype=x_TD.dtype)
     inverse = torch.empty(rows) if with_inverse else None
     library().rms_norm(
         c_void_p(x_TD.data_ptr()), c_int64(x_TD.stride(0)), c_void_p(weight_D.data_ptr()), c_void_p(out.data_ptr()),
         c_void_p(inverse.data_ptr() if inverse is not None else None), c_int64(rows), c_int64(size), c_float(eps),
-        c_int64(TYPES[x_TD.dtype]), c_int64(torch.get_num_threads()),
+        c_int64(offset), c_int64(TYPES[x_TD.dtype]), c_int64(torch.get_num_threads()),
     )  # fmt: skip
     return out, inverse
 
@@ -125,13 +128,14 @@ def rope(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, sign: float) -> Tenso
     return out
 
 
-def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """``silu(gate) * up``; both have the same row stride."""
+def gate_mul(gate_TF: Tensor, up_TF: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up``, one of ``ACTIVATIONS``; both have the same row stride."""
     rows, size = gate_TF.shape
     out = torch.empty((rows, size), dtype=gate_TF.dtype)
-    library().silu_mul(
+    library().gate_mul(
         c_void_p(gate_TF.data_ptr()), c_void_p(up_TF.data_ptr()), c_int64(gate_TF.stride(0)), c_void_p(out.data_ptr()),
-        c_int64(rows), c_int64(size), c_int64(TYPES[gate_TF.dtype]), c_int64(torch.get_num_threads()),
+        c_int64(rows), c_int64(size), c_int64(ACTIVATIONS.index(activation)), c_int64(TYPES[gate_TF.dtype]),
+        c_int64(torch.get_num_threads()),
     )  # fmt: skip
     return out
 

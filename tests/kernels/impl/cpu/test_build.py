@@ -42,8 +42,10 @@ def test_a_build_is_kept_and_found_again(own_cache: Path):
 
 def test_other_source_is_another_build(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = build.built("gcc")
-    changed = tmp_path / "kernels.c"
+    changed = tmp_path / "attention.c"
     changed.write_text(build.SOURCES[0].read_text() + "\n")
+    for header in build.HEADERS:
+        (tmp_path / header.name).write_text(header.read_text())
     monkeypatch.setattr(build, "SOURCES", (changed, *build.SOURCES[1:]))
     assert build.built("gcc") != first
 
@@ -51,7 +53,7 @@ def test_other_source_is_another_build(own_cache: Path, tmp_path: Path, monkeypa
 def test_source_that_does_not_compile_is_an_error_with_the_compilers_words(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    broken = tmp_path / "kernels.c"
+    broken = tmp_path / "attention.c"
     broken.write_text("int f(void) { return nowhere; }\n")
     monkeypatch.setattr(build, "SOURCES", (broken,))
     with pytest.raises(EngineError, match="nowhere"):
