@@ -1,7 +1,8 @@
 """Pictures of runs."""
 
+import msgspec
 import pytest
-from run_pieces import small_run, started
+from run_pieces import small_run, started, step
 
 from tandem.core.errors import RecordError
 from tandem.core.events import EvaluationFinished, StepFinished
@@ -34,6 +35,13 @@ def test_a_run_in_which_nothing_was_scored_draws_without_a_word(tmp_path, recwar
                                 by_family={}, duration_s=1.0)  # fmt: skip
     assert draw_curve(write(tmp_path / "a", [*events, failed])).stat().st_size
     assert not recwarn.list
+
+
+def test_a_run_on_data_draws_its_losses(tmp_path):
+    measured = msgspec.structs.replace(step(2, reward=None, loss=0.25), metrics={"eval_loss": 0.5})
+    run = write(tmp_path / "a", [started(), step(1, reward=None, loss=0.75), measured])
+    text = draw_curve(run, tmp_path / "loss.svg").read_text()
+    assert "<!-- loss -->" in text and "<!-- loss of held-out rows -->" in text and "reward" not in text
 
 
 def test_a_picture_that_cannot_be_made_is_a_clear_error(tmp_path):
