@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tandem.core.boxes import NetworkPolicy, SandboxSpec
 from tandem.core.errors import SandboxUnavailable
@@ -266,6 +266,16 @@ class Box(Protocol):
 
     async def kill(self) -> None:
         """Idempotent, from every state; returns when nothing of the box is left."""
+        ...
+
+
+@runtime_checkable
+class Carrier(Protocol):
+    """A box that a live fork may have made."""
+
+    @property
+    def carried(self) -> Process | None:
+        """The command that its live fork copied, running on, with streams of its own; None: it was not born so."""
         ...
 
 

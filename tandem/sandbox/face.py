@@ -90,7 +90,8 @@ class Sandbox:
         return await self._manager.snapshot(self.id, name=name, live=live)
 
     async def fork(self, num_children: int = 1, *, live: bool = False) -> list[Sandbox | SandboxError]:
-        """Siblings with its files of this moment (``live``: and its running processes), or why one is missing."""
+        """Siblings with its files of this moment (``live``: and its running command, which each of them has as
+        ``commands.carried``), or why one is missing."""
         children = await self._manager.fork(self.id, num_children, live=live)
         return [
             child.error or SandboxError("a child of a fork is missing") if child.session is None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
-from tandem.sandbox.backend import HOME, Box, Call, CallKind, Outcome
+from tandem.sandbox.backend import HOME, Box, Call, CallKind, Carrier, Outcome, Process, Start
 from tandem.sandbox.lifecycle import Lifecycle
 
 FILE_TIMEOUT_S = 30.0
@@ -71,6 +71,38 @@ class Commands:
             oom_killed=outcome.oom_killed,
             duration_s=outcome.duration_s,
         )
+
+
+    async def start(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Process:
+        """A long-lived command with an open stdin: an interpreter, a shell, a server. ``timeout_s`` is the life of its
+        whole process group (None: until it ends or the box does).
+
+        Raises:
+            ValueError: as ``run``. OSError: not found, not executable. SandboxUnavailable: the backend has none.
+        """
+        arguments = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        if not arguments:
+            raise ValueError("an empty command")
+        _refuse_nul(*arguments, cwd or "", *(environment or {}), *(environment or {}).values())
+        box = await self._session.use()
+        return await box.start(Start(
+            arguments=arguments, folder=_absolute(cwd or HOME), environment=environment or {}, timeout_s=timeout_s,
+            stdin=True,
+        ))
+
+    @property
+    def carried(self) -> Process | None:
+        """The running command that the live fork which made this box copied; its streams are its own. None: the box
+        was made in another way."""
+        box = self._session.box
+        return box.carried if isinstance(box, Carrier) else None
 
 
 @dataclass(frozen=True, slots=True)

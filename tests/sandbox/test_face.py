@@ -37,6 +37,35 @@ def test_a_box_of_its_own_lives_as_long_as_its_context() -> None:
     asyncio.run(main())
 
 
+def test_a_live_fork_gives_each_child_the_running_command() -> None:
+    async def main() -> None:
+        try:
+            async with Sandbox.create(lifetime_s=60) as box:
+                assert box.commands.carried is None
+                process = await box.commands.start(["bash"])
+                await process.send_stdin(b"x=41\n")
+                children = await box.fork(2, live=True)
+                for number, child in enumerate(children):
+                    assert isinstance(child, Sandbox), child
+                    carried = child.commands.carried
+                    assert carried is not None
+                    await carried.send_stdin(f"echo $((x + {number})); exit {number}\n".encode())
+                    assert (await carried.wait()).code == number
+                    assert b"".join([piece.data async for piece in carried.output(from_start=True)]) == (
+                        f"{41 + number}\n".encode()
+                    )
+                    assert (await child.commands.run("echo more", timeout_s=10)).stdout == "more\n"
+                await process.send_stdin(b"exit $x\n")
+                assert (await process.wait()).code == 41
+                with pytest.raises(SandboxUnavailable, match="no long-lived command") as refused:
+                    await box.fork(live=True)
+                assert refused.value.hint and (await box.commands.run("echo on", timeout_s=10)).stdout == "on\n"
+        except SandboxUnavailable as error:
+            pytest.skip(f"no live fork here: {error.message}")
+
+    asyncio.run(main())
+
+
 def test_every_verb_of_a_box(tmp_path: Path) -> None:
     async def main() -> None:
         backend = FolderBackend(tmp_path / "backend")

@@ -106,12 +106,13 @@ def fork(
     box: str = BOX,
     count: int = typer.Option(1, min=1, max=100, help="How many."),
     lifetime_s: int = typer.Option(300, "--lifetime", help="Seconds each lives."),
+    live: bool = typer.Option(False, "--live", help="With its running interpreter or shell, not only its files."),
     url: str = URL,
     key: str = KEY,
 ) -> None:
     """Make copies of a box as it is now; print their ids. Ends with 1 if one of them failed."""
     with BoxClient(url, key) as client:
-        made = client.ask("POST", f"/sandboxes/{box}/fork", {"count": count, "timeout": lifetime_s})
+        made = client.ask("POST", f"/sandboxes/{box}/fork", {"count": count, "timeout": lifetime_s, "live": live})
     failed = [child["error"]["message"] for child in made if "error" in child]
     for child in made:
         if "sandbox" in child:

@@ -153,6 +153,8 @@ class NamespaceBackend:
             async with asyncio.timeout(timeout_s):
                 await self._connect(box, ours)
                 problem = await ready
+                if problem is None and box.carried is not None:
+                    await asyncio.shield(box.carried.started)
         except TimeoutError as error:
             await box.kill()
             raise SandboxTimeout(f"a box did not answer {timeout_s:g} s after its creation") from error

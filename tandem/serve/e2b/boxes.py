@@ -205,11 +205,13 @@ class Boxes:
         self.record(sandbox_id)
         return await self.manager.pause(sandbox_id, mode=PauseMode.WARM if memory else PauseMode.FILES)
 
-    async def fork(self, sandbox_id: str, count: int, *, timeout_s: float) -> list[BoxRecord | Exception]:
+    async def fork(
+        self, sandbox_id: str, count: int, *, timeout_s: float, live: bool = False
+    ) -> list[BoxRecord | Exception]:
         before = self.record(sandbox_id)
         life = Life(lifetime_s=timeout_s, on_timeout=before.on_timeout, auto_resume=before.auto_resume,
                     metadata=before.metadata)  # fmt: skip
-        children = await self.manager.fork(sandbox_id, count, life=life)
+        children = await self.manager.fork(sandbox_id, count, live=live, life=life)
         return [
             self.record(child.session.id) if child.session is not None else child.error or SandboxError("no child")
             for child in children

@@ -118,7 +118,7 @@ class Control:
         if not 1 <= asked.count <= 100:
             raise Fault(400, f"count: {asked.count} is not between 1 and 100")
         timeout_s = _timeout(15 if asked.timeout is None else asked.timeout)
-        children = await self.boxes.fork(_id(request), asked.count, timeout_s=timeout_s)
+        children = await self.boxes.fork(_id(request), asked.count, timeout_s=timeout_s, live=asked.live)
         return json_response([self._child(child) for child in children], 201)
 
     async def set_timeout(self, request: Request) -> Response:

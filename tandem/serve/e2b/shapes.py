@@ -75,6 +75,7 @@ class Pause(Body, frozen=True, kw_only=True, rename="camel"):
 class Fork(Body, frozen=True, kw_only=True, rename="camel"):
     timeout: int | None = None
     count: int = 1
+    live: bool = False  # ours: with the running command
 
 
 class Snapshot(Body, frozen=True, kw_only=True, rename="camel"):

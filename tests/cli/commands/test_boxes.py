@@ -94,6 +94,12 @@ def test_list_timeout_top_and_rm(home, box):
     assert tandem(home, "exec", other, "id").returncode == 1
 
 
+def test_a_live_fork_wants_a_running_command(home, box):
+    refused = tandem(home, "fork", box, "--live")
+    assert refused.returncode and not refused.stdout
+    assert "no long-lived command" in refused.stderr or "cannot live fork" in refused.stderr
+
+
 def test_the_box_of_a_passed_lifetime_is_gone(home):
     short = tandem(home, "start", "--lifetime", "1").stdout.strip()
     deadline = time.monotonic() + 20

@@ -1,5 +1,6 @@
 """Lives of boxes over HTTP: pause, fork, snapshots, ports; skipped where this machine has no such ability."""
 
+import base64
 import time
 
 import pytest
@@ -77,6 +78,30 @@ def test_forks_and_snapshots_have_the_files_of_their_moment(client: Client, own:
     finally:
         for one in boxes:
             client.delete(f"/sandboxes/{one['sandboxID']}")
+
+
+def test_a_live_fork_has_the_running_command(client: Client, own: Message):
+    path = f"/sandboxes/{own['sandboxID']}"
+    refused = client.post(f"{path}/fork", json={"live": True})
+    assert refused.status_code == 400
+    process = {"process": {"cmd": "/bin/bash"}, "stdin": True}
+    with client.streaming(own, "process.Process/Start", process) as messages:
+        pid = next(messages)["event"]["start"]["pid"]
+        words = base64.b64encode(b"x=41\n").decode()
+        client.call(own, "process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": words}})
+        child = done(client.post(f"{path}/fork", json={"live": True}), 201).json()[0]["sandbox"]
+        try:
+            (copied,) = client.call(child, "process.Process/List", {}).json()["processes"]
+            told = {"stdout": b"", "stderr": b"", "end": None, "error": None}
+            selector = {"process": {"pid": copied["pid"]}}
+            with client.streaming(child, "process.Process/Connect", selector) as heard:
+                words = base64.b64encode(b"echo $((x + 1)); exit 3\n").decode()
+                client.call(child, "process.Process/SendInput", {**selector, "input": {"stdin": words}})
+                for one in heard:
+                    note(told, one)
+            assert told["stdout"] == b"42\n" and told["end"]["exitCode"] == 3
+        finally:
+            client.delete(f"/sandboxes/{child['sandboxID']}")
 
 
 def test_a_server_in_the_box_is_reached(client: Client, own: Message):

@@ -74,13 +74,22 @@ class ProcessTable:
 
 def service_of(entry: Entry) -> Service:
     """The service of one box."""
-    methods = _Methods(entry, entry.keep("processes", ProcessTable))
+    methods = _Methods(entry, entry.keep("processes", lambda: _table(entry)))
     return Service(
         unary={"List": methods.listed, "Update": methods.update, "SendInput": methods.send_input,
                "SendSignal": methods.send_signal, "CloseStdin": methods.close_stdin},
         server_stream={"Start": methods.start, "Connect": methods.connect},
         client_stream={"StreamInput": methods.stream_input},
     )  # fmt: skip
+
+
+def _table(entry: Entry) -> ProcessTable:
+    """A box of a live fork has a command that nobody started."""
+    table = ProcessTable()
+    carried = entry.session.commands.carried
+    if carried is not None:
+        table.add(carried, {"cmd": "(a copy of its parent's command)"}, "", terminal=False)
+    return table
 
 
 class _Methods:
