@@ -45,6 +45,11 @@ class Recipe(Section):
                 "rollout.top_p and rollout.top_k truncate the sampler's support, but the trainer computes full-support "
                 "log-probabilities; set rollout.top_p = 1 and rollout.top_k = 0 to train"
             )
+        if self.engine.infer.swap_tokens and not self.engine.infer.prefix_cache:
+            raise ValueError(
+                "engine.infer.swap_tokens: what was swapped is found by its prefix, and engine.infer.prefix_cache is "
+                "off; turn that on or set swap_tokens = 0"
+            )
         if self.trainer.deterministic and self.rollout.staleness:
             raise ValueError("trainer.deterministic needs rollout.staleness = 0: overlap depends on timing")
         if self.rollout.max_turn_tokens >= self.model.max_context_tokens:

@@ -364,12 +364,20 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Token ids in. ``seed`` keys the counter-based generator: token t of the answer draws from
-    (seed, t) alone, whatever shares the batch."""
+    (seed, t) alone, whatever shares the batch.
+
+    Requests of one ``group`` stand in one line; the lines of a busy engine get equal shares of its tokens, and a step
+    of ``priority`` doubles a line's share. ``so_far`` is an answer that was begun: this one goes on behind it, its
+    tokens are the first of the new completion and count as sampled (draws, penalties and ``max_tokens`` count on).
+    """
 
     id: str
     prompt_ids: Ids
     params: SamplingParams
     seed: int = 0
+    group: str = ""
+    priority: int = 0
+    so_far: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,7 +417,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot of the inference engine's counters since it started."""
+    """A snapshot of the inference engine's counters since it started. ``computed_tokens`` went through the model,
+    which is less than prompts and answers where prefixes were cached and more where requests were preempted."""
 
     num_running: int
     num_waiting: int
@@ -420,3 +429,7 @@ class EngineStats:
     generated_tokens: int
     busy_s: float
     version: int
+    computed_tokens: int | None = None  # None: this engine does not tell
+    preemptions: int | None = None
+    swapped_blocks: int | None = None  # out of the cache
+    returned_blocks: int | None = None  # and back into it

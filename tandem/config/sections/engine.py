@@ -20,6 +20,10 @@ class InferSection(Section):
     """Size of the KV cache, in tokens."""
     prefix_cache: bool = True
     """Reuse the KV of equal prefixes made under the same weight version."""
+    swap_tokens: int = Field(default=0, ge=0)
+    """Tokens of KV that CPU memory holds for what the cache has no room for: preempted requests and episodes that
+    wait for a tool. Used where copying costs less than computing again, which is measured. Where the model is on the
+    CPU, a larger `kv_tokens` does the same without copies."""
 
 
 class TrainSection(Section):

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from tandem.engine.infer.request import Request
 from tandem.engine.infer.runner import Runner
 from tandem.engine.infer.scheduler import Scheduler, StepPlan
 from tandem.engine.infer.seats import Seats
+from tandem.engine.infer.shares import MOST_PRIORITY
+from tandem.engine.infer.tier import Costs, Move, Tier
 from tandem.engine.weights import PublishedWeights
 from tandem.models.causal_lm import CausalLM
 
@@ -76,20 +78,27 @@ class InferEngine:
         self._weights = weights
         self._compute = compute
         seats = Seats(infer.max_num_seqs, self._limit, infer.block_size)
-        self._blocks = BlockManager(num_blocks, infer.block_size)
+        num_outside = infer.swap_tokens // infer.block_size
+        self._costs = Costs(infer.block_size)
+        tier = Tier(num_outside, self._costs) if num_outside else None
+        self._blocks = BlockManager(num_blocks, infer.block_size, tier)
         self._scheduler = Scheduler(
             self._blocks, seats, max_step_tokens=infer.max_step_tokens, prefix_cache=infer.prefix_cache
         )
-        self._runner = Runner(model, seats, num_blocks * infer.block_size)
+        self._runner = Runner(model, seats, num_blocks, infer.block_size, num_outside)
+        if num_outside:
+            self._costs.copied(1, self._runner.block_copy_s())
         self._flights: dict[Request, _Flight] = {}
         self._by_id: dict[str, Request] = {}  # those that may be aborted
         self._arrivals: list[Request] = []  # in flight, not yet with the scheduler
+        self._forked: list[Request] = []  # others go on from their last token: tell the scheduler between two steps
         self._ended: list[Request] = []  # aborted or cancelled: leave between two steps
         self._pump: asyncio.Task[None] | None = None
         self._ticket: object = None  # of the pump whose steps count: a late job of a cancelled one does nothing
         self._lock = threading.Lock()  # over the scheduler: a step has it, or the event loop between two steps
         self._closed = False
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._computed_tokens = 0
+        self._num_forks = 0
         self._busy_s = 0.0
 
     async def generate(
@@ -113,6 +122,45 @@ class InferEngine:
         except asyncio.CancelledError:
             self._end(flight.request)
             raise
+
+    async def fork(
+        self,
+        request_id: str,
+        seeds: Sequence[int],
+        *,
+        at: int | None = None,
+        guides: Sequence[TokenGuide] = (),
+    ) -> list[Completion]:
+        """Let a running request's answer, cut at ``at`` tokens (None: all it has now), go on in as many ways as there
+        are ``seeds``, each to its end; the request itself goes on. Keys and values of whole blocks are shared, what
+        is in the last one is copied. Token t of a fork draws from (its seed, t), t counted from the start of the
+        answer, so one with the parent's seed becomes the parent's answer. A fork holds no room before it is admitted.
+
+        Raises:
+            EngineError: no such request is running, its answer is shorter, or nothing can follow that token.
+        """
+        parent = self._by_id.get(request_id)
+        if parent is None:
+            raise EngineError(f"request {request_id} is not running, so it cannot be forked")
+        has = parent.num_generated
+        at = has if at is None else at
+        if not 0 <= at <= has:
+            raise EngineError(f"request {request_id} has {has} tokens of its answer; it cannot be forked at {at}")
+        if (parent.guide is None) != (not guides) or len(guides) not in (0, len(seeds)):
+            raise EngineError(f"request {request_id}: each fork of a guided request needs a guide of its own")
+        self._num_forks += 1
+        begun = parent.completion(at)
+        forks = [
+            replace(parent.asked, id=f"{request_id}/{self._num_forks}.{place}", seed=seed, so_far=begun)
+            for place, seed in enumerate(seeds)
+        ]
+        self._forked.append(parent)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self.generate(fork, guide=guides[place] if guides else None))
+                for place, fork in enumerate(forks)
+            ]
+        return [task.result() for task in tasks]
 
     async def abort(self, request_id: str) -> None:
         """End a request now; it returns what it has."""
@@ -138,6 +186,10 @@ class InferEngine:
             generated_tokens=self._generated_tokens,
             busy_s=self._busy_s,
             version=self._weights.version,
+            computed_tokens=self._computed_tokens,
+            preemptions=self._scheduler.num_preemptions,
+            swapped_blocks=None if (tier := self._blocks.tier) is None else tier.num_out,
+            returned_blocks=None if tier is None else tier.num_in,
         )
 
     async def close(self) -> None:
@@ -165,9 +217,13 @@ class InferEngine:
             )
         if bad := [token for token, _ in params.logit_bias if not 0 <= token < self._vocab_size]:
             raise EngineError(f"request {request.id}: logit_bias for id {bad[0]} outside the vocabulary")
-        ids = np.frombuffer(prompt, np.int32)
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise EngineError(f"request {request.id}: prompt ids outside the vocabulary of {self._vocab_size}")
+        if abs(request.priority) > MOST_PRIORITY:
+            raise EngineError(f"request {request.id}: priority {request.priority} is beyond {MOST_PRIORITY} either way")
+        begun = request.so_far.token_ids if request.so_far is not None else ()
+        for what, given in (("prompt", prompt), ("so_far", begun)):
+            ids = np.asarray(given, np.int32)
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+                raise EngineError(f"request {request.id}: {what} ids outside the vocabulary of {self._vocab_size}")
 
     # ---- the event loop's side
 
@@ -219,6 +275,10 @@ class InferEngine:
         for request in ended:
             if request in self._flights:
                 self._leave(request)
+        forked, self._forked = self._forked, []
+        for request in forked:
+            if request in self._flights:
+                self._scheduler.share(request)
         arrivals, self._arrivals = self._arrivals, []
         for request in arrivals:
             self._scheduler.add(request)
@@ -274,22 +334,31 @@ class InferEngine:
                 plan = self._scheduler.plan(self._weights.version)
                 if not plan:
                     raise EngineError("none of the waiting requests can go on")
+                copying_s = self._runner.move(plan.copies)
                 drawn = self._runner.run(plan)
                 self._scheduler.commit(plan)
             except Exception as error:  # a supervisor: the requests of the step end, the loop goes on
+                self._scheduler.abandon()
                 return _Failed(plan.requests if plan else self._scheduler.requests, error)
             drawn_N = zip(plan.sampled, drawn.tokens, drawn.logprobs, drawn.tops, strict=True)
             for request, token, logprob, top in drawn_N:
                 request.append(token, logprob, plan.version, top)
-            self._count(plan, started)
+            self._count(plan, started, copying_s)
             return plan
 
-    def _count(self, plan: StepPlan, started: float) -> None:
+    def _count(self, plan: StepPlan, started: float, copying_s: float) -> None:
         now = time.perf_counter()
+        num_prefilled = sum(chunk.count for chunk in plan.chunks)
+        num_copied = sum(copy.move is not Move.WITHIN for copy in plan.copies)
+        if num_prefilled > len(plan.decodes):  # what a token costs beside others, not alone in a step of its own
+            self._costs.computed(num_prefilled + len(plan.decodes), now - started - copying_s)
+        if num_copied:
+            self._costs.copied(num_copied, copying_s)
+        self._computed_tokens += num_prefilled + len(plan.decodes)
         for chunk in plan.chunks:
             if (request := chunk.request).started_s is None:
                 request.started_s = started
-                self._prompt_tokens += request.num_prompt
+                self._prompt_tokens += request.num_given
                 self._cached_tokens += request.num_cached or 0
         self._generated_tokens += len(plan.sampled)
         self._busy_s += now - started

@@ -13,8 +13,10 @@ from collections.abc import Collection
 
 import numpy as np
 
+from tandem.core.errors import EngineError
 from tandem.core.protocols import TokenGuide
 from tandem.core.types import Completion, FinishReason, GenerateRequest, Top
+from tandem.engine.infer.shares import Account
 
 NO_SEAT = -1
 
@@ -23,17 +25,24 @@ class Request:
     """State of one generation."""
 
     __slots__ = (
-        "arrived_s", "blocks", "chain", "chain_version", "clean", "finish_reason", "guide", "id", "logprobs",
-        "num_cached", "num_computed", "num_indexed", "num_prompt", "num_tokens", "order", "params", "prompt_logprobs",
-        "prompt_tops", "seat", "seed", "started_s", "stops", "tokens", "tops", "versions",
+        "account", "arrived_s", "asked", "blocks", "chain", "chain_version", "clean", "finish_reason", "guide", "id",
+        "logprobs", "num_cached", "num_computed", "num_given", "num_indexed", "num_prompt", "num_tokens", "order",
+        "params", "prompt_logprobs", "prompt_tops", "seat", "seed", "started_s", "stops", "tokens", "tops", "versions",
     )  # fmt: skip
 
     def __init__(
         self, request: GenerateRequest, *, eos_ids: Collection[int] = (), guide: TokenGuide | None = None
     ) -> None:
+        """With ``request.so_far`` it goes on behind that answer, as if it had sampled it itself.
+
+        Raises:
+            EngineError: there is nothing left to sample, or a report that was asked for is missing in it.
+        """
         prompt, params = request.prompt_ids, request.params
+        self.asked = request
         self.id = request.id
         self.params = params
+        self.account = Account(request.group, request.priority)
         self.seed = request.seed
         self.stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
         self.num_prompt = len(prompt)
@@ -58,6 +67,22 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.arrived_s = time.perf_counter()
         self.started_s: float | None = None
+        if request.so_far is not None:
+            self._inherit(request.so_far)
+        self.num_given = self.num_tokens  # prompt and the answer so far
+
+    def _inherit(self, so_far: Completion) -> None:
+        given = so_far.token_ids
+        if len(given) >= self.params.max_tokens or self.stops.intersection(given):
+            raise EngineError(
+                f"request {self.id}: nothing can follow the {len(given)} tokens of the answer so far: it ends there, "
+                f"or max_tokens, {self.params.max_tokens}, is reached"
+            )
+        tops = so_far.tops or (None,) * len(given)
+        if self.params.top_logprobs and None in tops:
+            raise EngineError(f"request {self.id}: it asks for top log-probabilities, the answer so far has none")
+        for token, logprob, version, top in zip(given, so_far.logprobs, so_far.versions, tops, strict=True):
+            self.append(token, logprob, version, top if self.params.top_logprobs else None)
 
     @property
     def num_generated(self) -> int:
@@ -79,24 +104,25 @@ class Request:
         elif index + 1 == self.params.max_tokens:
             self.finish_reason = FinishReason.LENGTH
 
-    def completion(self) -> Completion:
-        """What the caller gets: everything sampled so far."""
+    def completion(self, count: int | None = None) -> Completion:
+        """What the caller gets: everything sampled so far, or the first ``count`` tokens of it."""
         now = time.perf_counter()
-        count = self.num_generated
+        whole = count is None
+        count = self.num_generated if count is None else count
         scored = self.prompt_logprobs
         if scored is not None and np.isnan(scored).any():  # aborted before its prompt was computed
             scored = None
         with_tops = scored is not None and self.params.top_logprobs > 0
         return Completion(
             request_id=self.id,
-            token_ids=array("i", self.tokens[self.num_prompt : self.num_tokens].tobytes()),
+            token_ids=array("i", self.tokens[self.num_prompt : self.num_prompt + count].tobytes()),
             logprobs=array("f", self.logprobs[:count].tobytes()),
             versions=array("i", self.versions[:count].tobytes()),
-            finish_reason=self.finish_reason or FinishReason.ABORT,
+            finish_reason=(self.finish_reason if whole else None) or FinishReason.ABORT,
             num_cached_tokens=self.num_cached or 0,
             queue_s=(self.started_s or now) - self.arrived_s,
             total_s=now - self.arrived_s,
-            tops=tuple(self.tops) if self.params.top_logprobs else None,
+            tops=tuple(self.tops[:count]) if self.params.top_logprobs else None,
             prompt_logprobs=None if scored is None else array("f", scored.tobytes()),
             prompt_tops=tuple(self.prompt_tops[place] for place in range(1, self.num_prompt)) if with_tops else None,
         )

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from tandem.core.types import Top
+from tandem.engine.infer.mover import Mover
 from tandem.engine.infer.request import Request
 from tandem.engine.infer.sampler import Draws, largest, likeliest, sample
 from tandem.engine.infer.scheduler import Chunk, StepPlan
 from tandem.engine.infer.seats import Seats
 from tandem.engine.infer.shaping import is_shaped, shape
+from tandem.engine.infer.tier import Copy
 from tandem.kernels.functions import HEAD_CHUNK, row_logprobs
 from tandem.kernels.ops import KeyIndex
 from tandem.models.attention import AttentionContext, KVCache
@@ -36,11 +38,21 @@ class Sampled:
 class Runner:
     """A model with a KV cache."""
 
-    def __init__(self, model: CausalLM, seats: Seats, num_slots: int) -> None:
+    def __init__(self, model: CausalLM, seats: Seats, num_blocks: int, block_size: int, num_outside: int = 0) -> None:
+        """A pool of ``num_blocks``, and room for ``num_outside`` more in CPU memory."""
         self._model = model
         self._seats = seats
-        self._cache = KVCache(model.spec, num_slots, dtype=model.dtype, device=model.device)
+        self._cache = KVCache(model.spec, num_blocks * block_size, dtype=model.dtype, device=model.device)
+        self._mover = Mover(self._cache, block_size, num_outside)
         self._slots_L = torch.from_numpy(seats.slots_MN.reshape(-1))
+
+    def move(self, copies: list[Copy]) -> float:
+        """Carry out a plan's copies, before it is run; returns the seconds that those out of the pool and back took."""
+        return self._mover.move(copies)
+
+    def block_copy_s(self) -> float:
+        """What a block takes one way, measured; nothing may be in the cache yet."""
+        return self._mover.measure()
 
     @torch.no_grad()
     def run(self, plan: StepPlan) -> Sampled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,99 @@ def test_preemption_keeps_the_result() -> None:
     run(body)
 
 
+def test_swapped_keys_come_back_bit_for_bit() -> None:
+    """Preempted requests and the turns of an episode, in a pool too small for them, with CPU memory behind it."""
+    tight = SMALL.model_copy(update={"kv_tokens": 128, "swap_tokens": 512})
+
+    async def body() -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            model = model_of(dtype=dtype)
+            async with bench(model) as here:
+                expected = await here.all(MIXED)
+                turns = [request(job.id, [*job.prompt_ids, *answer.token_ids, 7], 1, max_tokens=4)
+                         for job, answer in zip(MIXED, expected, strict=True)]  # fmt: skip
+                after = [(await here.all([turn]))[0] for turn in turns if len(turn.prompt_ids) < 120]
+            async with bench(model, tight) as here:
+                assert list(map(streams, await here.all(MIXED))) == list(map(streams, expected))
+                again = [(await here.all([turn]))[0] for turn in turns if len(turn.prompt_ids) < 120]
+                stats = here.engine.stats()
+                assert stats.preemptions and stats.swapped_blocks and stats.returned_blocks
+            assert list(map(streams, again)) == list(map(streams, after))
+
+    run(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fork_goes_on_from_its_token(dtype: torch.dtype) -> None:
+    """With the parent's seed it is the parent; with another it is what a request alone makes of that beginning."""
+    model = model_of(dtype=dtype)
+    job = request("p", prompt(18), 5, max_tokens=40, frequency_penalty=0.3, top_logprobs=2)
+
+    async def body() -> None:
+        async with bench(model) as here:
+            whole = (await here.all([job]))[0]
+            heard: list[int] = []
+            forked: list[asyncio.Task[list[Completion]]] = []
+
+            def hear(tokens: Sequence[int]) -> None:
+                heard.extend(tokens)
+                if len(heard) in (13, 17):
+                    at = None if len(heard) == 17 else 6
+                    forked.append(asyncio.ensure_future(here.engine.fork("p", [5, 6, 7], at=at)))
+
+            parent = await here.engine.generate(job, on_tokens=hear)
+            ways = [await task for task in forked]
+        assert streams(parent) == streams(whole)
+        for fork, (same, *others) in zip((6, 17), ways, strict=True):
+            assert streams(same) == streams(whole) and same.tops == whole.tops
+            for other in others:
+                assert other.token_ids[:fork] == whole.token_ids[:fork] and other.token_ids != whole.token_ids
+                assert len(other.token_ids) == len(other.tops or ()) == 40
+                assert other.num_cached_tokens >= 18 + fork - 1
+        begun = replace(whole, token_ids=whole.token_ids[:6], logprobs=whole.logprobs[:6],
+                        versions=whole.versions[:6], tops=(whole.tops or ())[:6])  # fmt: skip
+        async with bench(model) as fresh:
+            alone = (await fresh.all([replace(job, seed=7, so_far=begun)]))[0]
+        assert streams(alone) == streams(ways[0][2]) and alone.tops == ways[0][2].tops
+
+    run(body)
+
+
+def test_a_fork_is_refused_where_nothing_can_follow() -> None:
+    async def body() -> None:
+        async with bench() as here:
+            with pytest.raises(EngineError, match="request r is not running"):
+                await here.engine.fork("r", [1])
+            task = asyncio.ensure_future(here.engine.generate(request("r", prompt(9), max_tokens=100)))
+            while not here.engine.stats().generated_tokens:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineError, match="cannot be forked at 101"):
+                await here.engine.fork("r", [1], at=101)
+            whole = await task
+            with pytest.raises(EngineError, match="nothing can follow the 100 tokens"):
+                await here.engine.generate(replace(request("r", prompt(9), max_tokens=100), so_far=whole))
+            with pytest.raises(EngineError, match="so_far ids outside"):
+                odd = replace(whole, token_ids=ids([VOCABULARY] * 100))
+                await here.engine.generate(replace(request("r", prompt(9), max_tokens=101), so_far=odd))
+            with pytest.raises(EngineError, match="priority 17"):
+                await here.engine.generate(replace(request("r", prompt(9), max_tokens=2), priority=17))
+
+    run(body)
+
+
+def test_branches_of_a_conversation_compute_their_own_tokens_only() -> None:
+    async def body() -> None:
+        async with bench() as here:
+            trunk = (await here.all([request("t", prompt(50), max_tokens=3)]))[0]
+            before = here.engine.stats().computed_tokens
+            turn = [*prompt(50), *trunk.token_ids, 1, 2, 3]
+            await here.all([request(str(i), turn, i, max_tokens=10) for i in range(8)])
+            # Its last answer token and three new ones, once; then the last token of each other branch, and the answers.
+            assert here.engine.stats().computed_tokens == before + 4 + 7 + 8 * 9
+
+    run(body)
+
+
 def test_the_first_tokens_are_those_of_a_shorter_request() -> None:
     """Draws depend on seed and index alone: to stop and to go on later gives the same tokens."""
 
@@ -195,12 +289,12 @@ def test_prefixes_are_reused_and_reported() -> None:
     async def body() -> None:
         async with bench() as here:
             first, *siblings = await here.all([request(f"s{i}", prompt(30), i, max_tokens=8) for i in range(4)])
-            assert (first.num_cached_tokens, [s.num_cached_tokens for s in siblings]) == (0, [28, 28, 28])
+            assert (first.num_cached_tokens, [s.num_cached_tokens for s in siblings]) == (0, [29, 29, 29])
             turn = [*prompt(30), *first.token_ids, 7, 8]
             second = (await here.all([request("t", turn, 9, max_tokens=5)]))[0]
-            assert second.num_cached_tokens == 36  # 37 tokens were computed: nine full blocks
+            assert second.num_cached_tokens == 37  # all that were computed
             stats = here.engine.stats()
-            assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (160, 120, 37)
+            assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (160, 124, 37)
             assert stats.busy_s > 0
         async with bench(section=SMALL.model_copy(update={"prefix_cache": False})) as here:
             answers = await here.all([request(f"s{i}", prompt(30), i, max_tokens=8) for i in range(2)])
@@ -218,7 +312,7 @@ def test_no_old_keys_after_an_update() -> None:
         model, fresh = model_of(0), model_of(1)
         async with bench(model) as here:
             old = (await here.all([job]))[0]
-            assert (await here.all([job]))[0].num_cached_tokens == 36
+            assert (await here.all([job]))[0].num_cached_tokens == 39
 
             def update() -> None:
                 with torch.no_grad():
