@@ -51,6 +51,7 @@ class Keeper:
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._gone: dict[int, asyncio.Future[str]] = {}
         self._refused: dict[int, Callable[[str], None]] = {}
+        self._born: dict[int, asyncio.Future[None]] = {}
         self._writing = False
         self.alive = True
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -165,10 +166,17 @@ class Keeper:
         gone: asyncio.Future[str] = self._loop.create_future()
         self._gone[box] = gone
         self._refused[box] = refused
+        self._born[box] = self._loop.create_future()
         if branch_of is not None:
             message = b"B" + struct.pack("<III", *branch_of) + message
         self._send(message, [agent.detach(), *([ours] if ours >= 0 else [])])
         return gone
+
+    async def born(self, box: int) -> None:
+        """Returns when the keeper has told the pid of a box's agent, or that there is none. The agent itself may have
+        answered before."""
+        if (told := self._born.get(box)) is not None:
+            await asyncio.shield(told)
 
     def kill(self, box: int) -> None:
         if self.alive and box in self._gone:
@@ -230,6 +238,7 @@ class Keeper:
                 self._end(box, f"never made: {reason}")
             elif kind == b"P":
                 self.pids[box] = struct.unpack_from("<I", message, 5)[0]
+                self._tell_born(box)
             elif kind == b"S":
                 self._on_snapshot(box, chr(message[5]), os.fsdecode(message[6:]))
             elif kind == b"L":
@@ -264,8 +273,13 @@ class Keeper:
                 f"no live fork: {text}", hint="fork without live (files only), or use the gvisor backend"
             ))
 
+    def _tell_born(self, box: int) -> None:
+        if (told := self._born.pop(box, None)) is not None and not told.done():
+            told.set_result(None)
+
     def _end(self, box: int, how: str) -> None:
         self.pids.pop(box, None)
+        self._tell_born(box)
         snapshot = self._snapshots.pop(box, None)
         if snapshot is not None and not snapshot.done():
             snapshot.set_exception(SnapshotError(f"it is gone: {how}"))

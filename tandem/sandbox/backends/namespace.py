@@ -153,6 +153,7 @@ class NamespaceBackend:
             async with asyncio.timeout(timeout_s):
                 await self._connect(box, ours)
                 problem = await ready
+                await keeper.born(number)
                 if problem is None and box.carried is not None:
                     await asyncio.shield(box.carried.started)
         except TimeoutError as error:

@@ -251,7 +251,7 @@ def test_the_command_of_the_parent_ends_without_its_copies() -> None:
         ("held = open('/tmp/held', 'w')", "/tmp/held open"),
         ("import socket; s = socket.socket()", "socket:"),
         ("import mmap; m = mmap.mmap(-1, 4096)", "shares memory"),
-        ("import subprocess; p = subprocess.Popen(['sleep', '60'])", "sleep"),
+        ("import subprocess; p = subprocess.Popen(['sleep', '60'])", "runs beside"),
         ("import signal; signal.signal(5, signal.SIG_IGN)", "SIGTRAP"),
         ("import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')", "working folder"),
         ("import time; time.sleep(60)", "does not wait for input"),

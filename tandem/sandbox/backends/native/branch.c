@@ -73,48 +73,42 @@ static const char *map_ids(pid_t mother, pid_t pid) {
     return WIFEXITED(status) && !WEXITSTATUS(status) ? NULL : failed("map its ids", -(long)WEXITSTATUS(status));
 }
 
-static long drop_bounding_set(void) {
+/* The first process's own control group, no powers but an agent's, and the streams of the copy. */
+static const char *prepare_first(struct hold *hold, int pipes[3][2]) {
+    struct call calls[64] = { { .number = __NR_unshare, .a = CLONE_NEWCGROUP } };
+    size_t count = 1, powers, streams[3] = { 0 };
     uint64_t keep = agent_powers(true);
-    for (int capability = 0; capability < 64; capability++) {
-        if (keep >> capability & 1) continue;
-        long result = trace_call(&first, __NR_prctl, PR_CAPBSET_DROP, capability, 0, 0, 0);
-        if (result == -EINVAL) return 0; /* the kernel knows no more */
-        if (result) return result;
+    for (int capability = 0; capability < 48; capability++)
+        if (!(keep >> capability & 1))
+            calls[count++] = (struct call){ .number = __NR_prctl, .a = PR_CAPBSET_DROP, .b = capability };
+    powers = count;
+    for (int i = 0; i < 3; i++) {
+        pipes[i][0] = pipes[i][1] = -1;
+        if (hold->streams[i] != i) continue;
+        streams[i] = count;
+        calls[count++] = (struct call){ .number = __NR_pipe2, .a = hold->scratch + AT_PIPES + 8 * i, .b = O_CLOEXEC };
     }
-    return 0;
+    if (!trace_room(&first) || !trace_calls(&first, calls, count)) return failed("prepare its agent", 0);
+    if (calls[0].result) return failed("hide its control group", calls[0].result);
+    for (size_t i = 1; i < powers; i++) /* EINVAL: the kernel knows no such power */
+        if (calls[i].result && calls[i].result != -EINVAL) return failed("drop its bounding set", calls[i].result);
+    for (int i = 0; i < 3; i++) {
+        if (!streams[i]) continue;
+        if (calls[streams[i]].result) return failed("make a pipe", calls[streams[i]].result);
+        if (!trace_read(&first, hold->scratch + AT_PIPES + 8 * i, pipes[i], sizeof pipes[i])) return failed("make a pipe", 0);
+    }
+    return NULL;
 }
 
-static const char *make_copy(struct hold *hold, struct carried *carried) {
-    int pipes[3][2];
-    long result = 0;
-    for (int i = 0; i < 3; i++) pipes[i][0] = pipes[i][1] = -1;
-    for (int i = 0; i < 3; i++)
-        if (hold->streams[i] == i) {
-            uint64_t at = hold->scratch + AT_PIPES + 8 * i;
-            if ((result = trace_call(&first, __NR_pipe2, at, O_CLOEXEC, 0, 0, 0))) return failed("make a pipe", result);
-            if (!trace_read(&first, at, pipes[i], sizeof pipes[i])) return failed("make a pipe", 0);
-        }
+static const char *make_copy(struct hold *hold, int pipes[3][2], struct carried *carried) {
     long flags = CLONE_VM | SIGCHLD | (hold->tid_at ? CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID : 0);
-    result = trace_call(&first, __NR_clone, flags, 0, 0, hold->tid_at, 0);
+    long result = trace_call(&first, __NR_clone, flags, 0, 0, hold->tid_at, 0);
     if (result <= 0 || !trace_born(&copy, first.born)) return failed("copy the process", result);
     carried->pid = (uint32_t)result;
     copy.site = first.site;
     copy.mask = first.mask;
+    copy.room = first.room;
     copy.saved = hold->main.saved;
-    for (int fd = 0; fd < 3; fd++) {
-        int from = hold->streams[fd] == 1 && fd == 2 ? 1 : fd;
-        if (hold->streams[fd] < 0) continue;
-        result = trace_call(&copy, __NR_dup2, pipes[from][fd ? 1 : 0], fd, 0, 0, 0);
-        if (result != fd) return failed("give it a stream", result);
-    }
-    for (int i = 0; i < 3; i++)
-        for (int end = 0; end < 2; end++) {
-            if (pipes[i][end] < 0) continue;
-            trace_call(&copy, __NR_close, pipes[i][end], 0, 0, 0, 0);
-            bool ours = end == (i ? 0 : 1);
-            if (!ours) trace_call(&first, __NR_close, pipes[i][end], 0, 0, 0, 0);
-            else trace_call(&first, __NR_fcntl, pipes[i][end], F_SETFD, 0, 0, 0);
-        }
     carried->pipes[0] = pipes[0][1];
     carried->pipes[1] = pipes[1][0];
     carried->pipes[2] = pipes[2][0];
@@ -122,7 +116,7 @@ static const char *make_copy(struct hold *hold, struct carried *carried) {
 }
 
 /* A connects to us and becomes the program. */
-static const char *become_agent(struct hold *hold) {
+static const char *become_agent(struct hold *hold, int pipes[3][2]) {
     uint64_t at = hold->scratch;
     struct { char path[32], name[16], word[16]; uint64_t arguments[4]; } strings = {
         GRAFT_AGENT, "box-agent", "agent",
@@ -132,18 +126,29 @@ static const char *become_agent(struct hold *hold) {
     if (!trace_write(&first, at + AT_ARGUMENTS, &strings, sizeof strings) ||
         !trace_write(&first, at + AT_ADDRESS, &address, sizeof address))
         return failed("prepare its agent", 0);
-    long fd = trace_call(&first, __NR_socket, AF_UNIX, SOCK_SEQPACKET, 0, 0, 0);
+    struct call calls[16] = { { 0 } };
+    size_t count = 0;
+    for (int i = 0; i < 3; i++) { /* it keeps our ends of the streams */
+        if (pipes[i][0] < 0) continue;
+        calls[count++] = (struct call){ .number = __NR_close, .a = pipes[i][i ? 1 : 0] };
+        calls[count++] = (struct call){ .number = __NR_fcntl, .a = pipes[i][i ? 0 : 1], .b = F_SETFD };
+    }
+    calls[count++] = (struct call){ .number = __NR_socket, .a = AF_UNIX, .b = SOCK_SEQPACKET };
+    if (!trace_calls(&first, calls, count)) return failed("prepare its agent", 0);
+    long fd = calls[count - 1].result;
     if (fd < 0) return failed("make a socket", fd);
-    long result = trace_call(&first, __NR_connect, fd, at + AT_ADDRESS, sizeof address, 0, 0);
-    if (result) return failed("connect", result);
-    for (int end = 0; end < 3; end++)
-        if ((result = trace_call(&first, __NR_dup2, fd, end, 0, 0, 0)) != end) return failed("move its socket", result);
-    trace_call(&first, __NR_close, fd, 0, 0, 0, 0);
-    if ((result = trace_call(&first, __NR_setresgid, 0, 0, 0, 0, 0)) ||
-        (result = trace_call(&first, __NR_setresuid, 0, 0, 0, 0, 0)))
-        return failed("become the box's root", result);
+    struct call last[] = {
+        { .number = __NR_connect, .a = fd, .b = at + AT_ADDRESS, .c = sizeof address },
+        { .number = __NR_setresgid }, { .number = __NR_setresuid },
+        { .number = __NR_dup2, .a = fd, .b = 0 }, { .number = __NR_dup2, .a = fd, .b = 1 },
+        { .number = __NR_dup2, .a = fd, .b = 2 }, { .number = __NR_close, .a = fd },
+    };
+    if (!trace_calls(&first, last, sizeof last / sizeof *last)) return failed("prepare its agent", 0);
+    if (last[0].result) return failed("connect", last[0].result);
+    if (last[1].result || last[2].result) return failed("become the box's root", last[1].result ? last[1].result : last[2].result);
+    if (last[3].result || last[4].result != 1 || last[5].result != 2) return failed("move its socket", 0);
     uint64_t arguments = at + AT_ARGUMENTS + 64;
-    result = trace_call(&first, __NR_execve, at + AT_ARGUMENTS, arguments, arguments + 16, 0, 0);
+    long result = trace_call(&first, __NR_execve, at + AT_ARGUMENTS, arguments, arguments + 16, 0, 0);
     return result ? failed("start its agent", result) : NULL;
 }
 
@@ -165,27 +170,42 @@ static const char *brief_agent(int listener, int agent_fd, const struct carried 
     return good ? NULL : failed("brief its agent", 0);
 }
 
-/* The copy's own folder and session, and what its C library told the kernel; then it has no powers. */
-static const char *settle_copy(struct hold *hold) {
+/* The copy's own streams, folder and session, and what its C library told the kernel; then it has no powers. */
+static const char *settle_copy(struct hold *hold, int pipes[3][2]) {
     uint64_t at = hold->scratch;
     struct __user_cap_header_struct head = { _LINUX_CAPABILITY_VERSION_3, 0 };
-    struct __user_cap_data_struct none[2] = { { 0 }, { 0 } };
-    struct { struct __user_cap_header_struct head; struct __user_cap_data_struct none[2]; } powers;
-    memcpy(&powers.head, &head, sizeof head);
-    memcpy(powers.none, none, sizeof none);
+    struct { struct __user_cap_header_struct head; struct __user_cap_data_struct none[2]; } powers = { .head = head };
     if (!trace_write(&copy, at + AT_POWERS, &powers, sizeof powers) ||
         !trace_write(&copy, at + AT_FOLDER, hold->folder, strlen(hold->folder) + 1))
         return failed("write its memory", 0);
-    long result = trace_call(&copy, __NR_chdir, at + AT_FOLDER, 0, 0, 0, 0);
-    if (result) return failed("enter its working folder", result);
-    if ((result = trace_call(&copy, __NR_setsid, 0, 0, 0, 0, 0)) < 0) return failed("give it a session", result);
-    if (hold->robust_size) trace_call(&copy, __NR_set_robust_list, hold->robust_at, hold->robust_size, 0, 0, 0);
+    struct call calls[24] = {
+        { .number = __NR_chdir, .a = at + AT_FOLDER },
+        { .number = __NR_setsid },
+        { .number = __NR_prctl, .a = PR_SET_DUMPABLE, .b = 1 },
+        { .number = __NR_capset, .a = at + AT_POWERS, .b = at + AT_POWERS + sizeof powers.head },
+    };
+    static const char *const steps[] = { "enter its working folder", "give it a session", "open it to itself",
+                                         "drop its powers" };
+    size_t count = 4, first_stream = count;
+    for (int fd = 0; fd < 3; fd++) {
+        int from = hold->streams[fd];
+        if (from >= 0) calls[count++] = (struct call){ .number = __NR_dup2, .a = pipes[from][from ? 1 : 0], .b = fd };
+    }
+    size_t num_needed = count;
+    for (int i = 0; i < 3; i++)
+        for (int end = 0; end < 2 && pipes[i][end] >= 0; end++)
+            calls[count++] = (struct call){ .number = __NR_close, .a = pipes[i][end] };
+    if (hold->robust_size)
+        calls[count++] = (struct call){ .number = __NR_set_robust_list, .a = hold->robust_at, .b = hold->robust_size };
 #ifdef __NR_rseq
-    if (hold->rseq_size) trace_call(&copy, __NR_rseq, hold->rseq_at, hold->rseq_size, 0, hold->rseq_signature, 0);
+    if (hold->rseq_size)
+        calls[count++] = (struct call){ .number = __NR_rseq, .a = hold->rseq_at, .b = hold->rseq_size,
+                                        .d = hold->rseq_signature };
 #endif
-    if ((result = trace_call(&copy, __NR_prctl, PR_SET_DUMPABLE, 1, 0, 0, 0))) return failed("open it to itself", result);
-    result = trace_call(&copy, __NR_capset, at + AT_POWERS, at + AT_POWERS + sizeof powers.head, 0, 0, 0);
-    if (result) return failed("drop its powers", result);
+    if (!trace_calls(&copy, calls, count)) return failed("settle it", 0);
+    for (size_t i = 0; i < num_needed; i++)
+        if (calls[i].result < 0) return failed(i < first_stream ? steps[i] : "give it its streams", calls[i].result);
+    trace_unroom(&copy);
     if (!trace_write(&copy, at, hold->old, SCRATCH)) return failed("put its memory back", 0);
     return copy.lost ? failed("settle it", 0) : NULL;
 }
@@ -193,6 +213,7 @@ static const char *settle_copy(struct hold *hold) {
 static const char *raise_branch(struct hold *hold, struct box *box, const struct box_spec *spec, int agent_fd,
                                 struct carried *carried) {
     struct graft graft = { .pid = first.pid, .helper = 0 };
+    int pipes[3][2];
     first.site = hold->main.site;
     first.mask = hold->main.mask;
     first.saved = hold->main.saved;
@@ -201,13 +222,12 @@ static const char *raise_branch(struct hold *hold, struct box *box, const struct
     const char *error = box_enter_cgroups(box, spec->cgroups, true);
     if (!error) error = map_ids(hold->target, first.pid);
     if (!error) error = graft_begin(&graft, box, spec);
-    long result = error ? 0 : trace_call(&first, __NR_unshare, CLONE_NEWCGROUP, 0, 0, 0, 0);
-    if (!error && (result || (result = drop_bounding_set()))) error = failed("drop its bounding set", result);
+    if (!error) error = prepare_first(hold, pipes);
+    if (!error) error = make_copy(hold, pipes, carried);
     if (!error) error = graft_mounted(&graft);
-    if (!error) error = make_copy(hold, carried);
-    if (!error) error = become_agent(hold);
+    if (!error) error = become_agent(hold, pipes);
     if (!error) error = brief_agent(graft.listener, agent_fd, carried);
-    if (!error) error = settle_copy(hold);
+    if (!error) error = settle_copy(hold, pipes);
     const char *late = graft_end(&graft);
     return error ? error : late;
 }
@@ -237,7 +257,7 @@ const char *branch_make(struct hold *hold, struct box *box, const struct box_spe
     }
     if (!error) return NULL;
     box->pid = 0;
-    snprintf(text, sizeof text, "%.400s", error == text ? text : error);
+    if (error != text) snprintf(text, sizeof text, "%s", error);
     if (copy.pid) kill(copy.pid, SIGKILL), waitpid(copy.pid, NULL, __WALL);
     if (pid) kill(pid, SIGKILL), waitpid(pid, NULL, __WALL);
     return text;

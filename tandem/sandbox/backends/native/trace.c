@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -132,6 +133,63 @@ lost:
     return errno ? -errno : -ESRCH;
 }
 
+/* Makes the calls of a list that rbx points to, each of eight words, until one has number -1. */
+static const uint8_t caller[] = {
+    0x48, 0x8b, 0x03,       /* again: mov rax, [rbx] */
+    0x48, 0x83, 0xf8, 0xff, /* cmp rax, -1 */
+    0x74, 0x24,             /* je end */
+    0x48, 0x8b, 0x7b, 0x08, /* mov rdi, [rbx + 8] */
+    0x48, 0x8b, 0x73, 0x10, /* mov rsi, [rbx + 16] */
+    0x48, 0x8b, 0x53, 0x18, /* mov rdx, [rbx + 24] */
+    0x4c, 0x8b, 0x53, 0x20, /* mov r10, [rbx + 32] */
+    0x4c, 0x8b, 0x43, 0x28, /* mov r8, [rbx + 40] */
+    0x4c, 0x8b, 0x4b, 0x30, /* mov r9, [rbx + 48] */
+    0x0f, 0x05,             /* syscall */
+    0x48, 0x89, 0x43, 0x38, /* mov [rbx + 56], rax */
+    0x48, 0x83, 0xc3, 0x40, /* add rbx, 64 */
+    0xeb, 0xd3,             /* jmp again */
+    0xcc,                   /* end: int3 */
+};
+enum { PAGE = 4096, AT_CALLS = 256, MOST_CALLS = (PAGE - AT_CALLS) / sizeof(struct call) - 1 };
+
+bool trace_room(struct traced *task) {
+    long at = trace_call(task, __NR_mmap, 0, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (at < 0 && at > -PAGE) return !task->lost; /* some machines forbid such pages: then call by call */
+    task->room = at;
+    return trace_write(task, task->room, caller, sizeof caller);
+}
+
+void trace_unroom(struct traced *task) {
+    if (task->room) trace_call(task, __NR_munmap, task->room, PAGE, 0, 0, 0);
+    task->room = 0;
+}
+
+bool trace_calls(struct traced *task, struct call *calls, size_t count) {
+    static const struct call last = { .number = -1 };
+    if (!task->room || count > MOST_CALLS) {
+        for (size_t i = 0; i < count && !task->lost; i++)
+            calls[i].result = trace_call(task, calls[i].number, calls[i].a, calls[i].b, calls[i].c, calls[i].d, calls[i].e);
+        return !task->lost;
+    }
+    struct user_regs_struct r = task->saved;
+    uint64_t at = task->room + AT_CALLS;
+    int status;
+    r.rip = task->room;
+    r.rbx = at;
+    r.orig_rax = ~0ul;
+    if (!trace_write(task, at, calls, count * sizeof *calls) ||
+        !trace_write(task, at + count * sizeof *calls, &last, sizeof last) || ptrace(PTRACE_SETREGS, task->pid, 0, &r))
+        return task->lost = true, false;
+    for (;;) {
+        if (ptrace(PTRACE_CONT, task->pid, 0, 0) || !next_stop(task->pid, &status)) return task->lost = true, false;
+        if (status >> 16) continue;
+        if (WSTOPSIG(status) == SIGTRAP) break;
+        task->pending = WSTOPSIG(status);
+        if (task->pending == SIGSEGV || task->pending == SIGBUS || task->pending == SIGILL) return task->lost = true, false;
+    }
+    return trace_read(task, at, calls, count * sizeof *calls);
+}
+
 bool trace_go_on(struct traced *task, bool copied) {
     struct user_regs_struct r = continued(&task->saved, copied);
     return !ptrace(PTRACE_SETREGS, task->pid, 0, &r) &&
@@ -143,6 +201,11 @@ uint64_t trace_stack(const struct traced *task) { return task->saved.rsp; }
 bool trace_waits_for_input(struct traced *task) { return (void)task, false; }
 long trace_call(struct traced *task, long number, long a, long b, long c, long d, long e) {
     return (void)task, (void)number, (void)a, (void)b, (void)c, (void)d, (void)e, -ENOSYS;
+}
+bool trace_room(struct traced *task) { return (void)task, false; }
+void trace_unroom(struct traced *task) { (void)task; }
+bool trace_calls(struct traced *task, struct call *calls, size_t count) {
+    return (void)task, (void)calls, (void)count, false;
 }
 bool trace_go_on(struct traced *task, bool copied) { return (void)copied, trace_leave(task); }
 uint64_t trace_stack(const struct traced *task) { return (void)task, 0; }
