@@ -113,7 +113,7 @@ class Keeper:
 
     async def still(self, box: int, pid: int) -> str:
         """Stop a box whose one process is ``pid`` (as the box counts) for its live fork, and make its upper a layer
-        as ``push`` does; its path. The box stands still until ``go_on``.
+        as ``push`` does; its path, '' when nothing was written since it last was. The box stands still until ``go_on``.
 
         Raises:
             NotIdle: the process works. SandboxUnavailable: what stands in the way. The box goes on in both cases.
@@ -262,7 +262,7 @@ class Keeper:
     def _on_still(self, box: int, verdict: str, text: str) -> None:
         answer = self._stills.pop(box, None)
         if answer is None or answer.done():
-            if verdict == "y":
+            if verdict == "y" and text:
                 self.release(text)
         elif verdict == "y":
             answer.set_result(text)

@@ -174,19 +174,24 @@ class NamespaceBox:
             try:
                 process = only_process(self._alive().processes)
                 async with stand_still(self._around.keeper, self._number, process) as path:
-                    held = (path, *(str(each) for each in self._held()))
-                    layer = Layer(path=Path(path))
-                    root = self._root = replace(self._root, layers=(layer, *self._root.layers))
-                    return await self._branches(specs, root, process, held, timeout_s)
+                    if path:
+                        layer = Layer(path=Path(path))
+                        self._root = replace(self._root, layers=(layer, *self._root.layers))
+                    try:
+                        return await self._branches(specs, process, timeout_s)
+                    finally:
+                        if path:
+                            self._around.keeper.release(path)
             finally:
                 if was_paused and not self.gone.done():
                     await self._freezer_now().freeze()
                     self._stand()
 
     async def _branches(
-        self, specs: Sequence[SandboxSpec], root: Root, process: NamespaceProcess, held: Sequence[str], timeout_s: float
+        self, specs: Sequence[SandboxSpec], process: NamespaceProcess, timeout_s: float
     ) -> list[Box | Exception]:
-        """One after the other: there is one process to copy. ``held``: layers that must stay until all are there."""
+        """One after the other: there is one process to copy."""
+        root = self._root
         made: list[Box | Exception] = []
         try:
             for spec in specs:
@@ -197,8 +202,6 @@ class NamespaceBox:
         except BaseException:
             await asyncio.shield(asyncio.gather(*(box.kill() for box in made if not isinstance(box, Exception))))
             raise
-        finally:
-            self._around.keeper.release(held[0])
         return made
 
     async def kill(self) -> None:

@@ -97,11 +97,13 @@ def test_a_shell_goes_on_in_every_copy_with_what_it_knows() -> None:
     async def main() -> None:
         async with running() as (_, box, process):
             parent = Talk(process)
+            number = await parent.ask("echo $$ $BASHPID")
             assert await parent.ask("x=41; words=(a 'b c'); f() { echo $((x + 1)) \"${words[1]}\"; }; cd /tmp") == ""
             await box.call(shell("echo before > /tmp/note"))
             one, two = await fork(box, 2)
             first, second = Talk(carried(one)), Talk(carried(two))
             assert await first.ask("f; pwd; cat note") == "42 b c\n/tmp\nbefore"
+            assert await first.ask("echo $$ $BASHPID") == number  # its own, as its parent's was
             await first.ask("x=1; echo mine > note")
             await second.ask("x=2")
             await parent.ask("x=3")
@@ -291,6 +293,24 @@ def test_other_commands_and_terminals_are_refused() -> None:
             with pytest.raises(SandboxUnavailable, match="sleep"):
                 await fork(box)
             held.cancel()
+
+    asyncio.run(main())
+
+
+def test_forks_without_a_change_of_files_make_no_deep_stack() -> None:
+    async def main() -> None:
+        async with running() as (_, box, process):
+            talk = Talk(process)
+            depths = []
+            for line in ("x=1", "echo a > a", "x=2", "x=3", "rm a"):
+                await talk.ask(line)
+                (child,) = await fork(box)
+                has = "a" if line.startswith(("echo", "x=2", "x=3")) else ""
+                assert await Talk(carried(child)).ask("echo $(cat a 2>/dev/null)") == has
+                assert await said(copy_of(child), "ls") == has
+                depths.append(int(await said(box, "grep -o lowerdir /proc/self/mountinfo | wc -l")))
+                await copy_of(child).kill()
+            assert depths[0] <= depths[1] == depths[2] == depths[3] < depths[4]
 
     asyncio.run(main())
 

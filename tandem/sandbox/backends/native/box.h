@@ -58,6 +58,7 @@ int root_tmpfs(uint64_t bytes, uint64_t inodes);
 const char *root_take(struct box_root *root, struct cursor layers); /* NULL or what failed */
 int root_overlay(const struct box_root *root, const struct box_spec *spec, int userns, bool trusted, const char **error);
 int root_upper(const struct box_root *root); /* a detached mount of the upper as it is */
+bool root_untouched(const struct box_root *root); /* nothing was written since its last snapshot */
 void root_drop(struct box_root *root);
 
 /* ---- push.c: a running box's upper becomes a layer, and a new one takes its place. The working folder of process

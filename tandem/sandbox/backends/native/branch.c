@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
+#include <linux/sched.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -22,7 +23,7 @@
 #include <unistd.h>
 
 #ifdef __x86_64__
-/* Where what is in the scratch. */
+/* Where what is in the scratch; one thing at a time at AT_ADDRESS. */
 enum { AT_PIPES = 0, AT_POWERS = 64, AT_ADDRESS = 128, AT_ARGUMENTS = 256, AT_FOLDER = 512, HELPER_MS = 10000 };
 enum { NEW_SPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS };
 
@@ -101,8 +102,18 @@ static const char *prepare_first(struct hold *hold, int pipes[3][2]) {
 }
 
 static const char *make_copy(struct hold *hold, int pipes[3][2], struct carried *carried) {
-    long flags = CLONE_VM | SIGCHLD | (hold->tid_at ? CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID : 0);
-    long result = trace_call(&first, __NR_clone, flags, 0, 0, hold->tid_at, 0);
+    long flags = CLONE_VM | (hold->tid_at ? CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID : 0);
+    uint64_t at = hold->scratch + AT_ADDRESS;
+    struct { struct clone_args arguments; int32_t number; } asked = {
+        /* Its old number, where that is free: shells remember theirs. */
+        { .flags = flags, .child_tid = hold->tid_at, .exit_signal = SIGCHLD, .set_tid_size = 1,
+          .set_tid = at + offsetof(__typeof__(asked), number) },
+        hold->inner,
+    };
+    long result = -ENOSYS;
+    if (trace_write(&first, at, &asked, sizeof asked))
+        result = trace_call(&first, __NR_clone3, at, sizeof asked.arguments, 0, 0, 0);
+    if (result < 0) result = trace_call(&first, __NR_clone, flags | SIGCHLD, 0, 0, hold->tid_at, 0);
     if (result <= 0 || !trace_born(&copy, first.born)) return failed("copy the process", result);
     carried->pid = (uint32_t)result;
     copy.site = first.site;

@@ -80,6 +80,7 @@ static const char *find(struct hold *hold, pid_t agent, const char *cgroup, pid_
     if (own.threads > 1) return say("its process %d (%s) has %d threads: only one of them could be copied", inner, own.name, own.threads);
     if (own.traps) return say("its process %d (%s) blocks or ignores SIGTRAP", inner, own.name);
     hold->target = main;
+    hold->inner = inner;
     return NULL;
 }
 

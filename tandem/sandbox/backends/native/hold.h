@@ -8,6 +8,7 @@ enum { SCRATCH = 2048, FOLDER_MAX = 1024 };
 struct hold {
     struct traced main, shim, agent;
     pid_t target, between;     /* the process that is copied; its shim, 0 if it has none */
+    pid_t inner;               /* its number in the box */
     int streams[3];            /* where its 0, 1 and 2 lead: -1 nowhere that matters, 1 for 2: the same as stdout */
     char folder[FOLDER_MAX];
     uint64_t scratch;          /* on its stack, unused: we write there, and put back ... */

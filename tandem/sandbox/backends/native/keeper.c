@@ -9,7 +9,7 @@
  * command, u32 timeout_ms, and all of a 'C' (a branch of it, with its process as this command), 'l' u32 box (go on), 'H' u32 box, str (make this folder one), 'R' str (a layer is held by
  * one less), '+' str (by one more), 'O' str (a cgroup folder of
  * the supervisor), 'X' (end, whoever listens). From it: 'P' u32 box, u32 pid; 'E' u32 box, text (no box was made);
- * 'L' u32 box, 'y' and the layer's path, or 'b' (not now) or 'n' and why;
+ * 'L' u32 box, 'y' and the layer's path, (none: nothing new was written), or 'b' (not now) or 'n' and why;
  * 'S' u32 box, 'y' and the layer's path, or 'n' (nothing happened) and why, or 'c' (copy it), tmpfs, upper and why; 'G' u32 box, u32 wait status (gone,
  * cgroups removed); to a later supervisor 'V' u32 protocol, u32 keeper's pid, 'A' u32 box, u32 pid, what the create message said for
  * it, and the socket, for each box; 'D' u32 0. */
@@ -374,7 +374,8 @@ static void on_still(uint32_t id, pid_t inner) {
     struct box_spec spec = { 0 };
     const char *error = box && !box->hold ? NULL : "it is gone";
     if (!error && (box->hold = hold_take(box->pid, group_of(box), inner, &error, &busy))) {
-        if ((error = push_refusal(box->pid, group_of(box), box->hold->target))) { }
+        if (root_untouched(&box->root)) { } /* its layers are its files: many forks make no deep stack */
+        else if ((error = push_refusal(box->pid, group_of(box), box->hold->target))) { }
         else if (!read_spec((struct cursor){ box->message + 1, box->message + box->length, false }, &spec)) error = "no spec";
         else if (!(error = push(box, &spec, answer + 1, sizeof answer - 1)) && (error = hold_return_folder(box->hold)))
             end_agent(box); /* half moved: nobody may see it */

@@ -3,6 +3,7 @@
  * detached mounts; a box sees only the finished overlay. Layers keep plain ids (0 to 65535) and are seen by each box
  * through its own id map, so that they can be shared. */
 #include "box.h"
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
@@ -264,6 +265,18 @@ int root_upper(const struct box_root *root) {
     char name[64];
     snprintf(name, sizeof name, "upper%u", root->generation);
     return copy_tree(root->tmpfs, name);
+}
+
+bool root_untouched(const struct box_root *root) {
+    char name[64];
+    snprintf(name, sizeof name, "upper%u", root->generation);
+    int fd = root->num_layers ? openat(root->tmpfs, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    DIR *folder = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *entry;
+    int count = 0;
+    while (folder && (entry = readdir(folder))) count++;
+    if (folder) closedir(folder);
+    return count == 2; /* itself and its parent */
 }
 
 const char *root_take(struct box_root *root, struct cursor c) {
