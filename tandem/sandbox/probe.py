@@ -18,6 +18,7 @@ from tandem.core.errors import TandemError
 from tandem.sandbox.backend import Call
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import CONTROLLERS, Cgroups
+from tandem.sandbox.backends.mounts import Mounts, MountWay
 from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
 
 OLDEST_KERNEL = (5, 14)  # mount_setattr, clone3 into a cgroup, close_range, process limits per user namespace
@@ -37,7 +38,7 @@ def probe(*, cache: Path | None = None) -> list[Feature]:
     """Look at everything, last of all at a real box. Takes well under a second once the program is compiled. Runs an
     event loop of its own: call it from a thread that has none."""
     features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups()]
-    return [*features, asyncio.run(_box(cache))]
+    return [*features, *asyncio.run(_box(cache))]
 
 
 def _kernel() -> Feature:
@@ -120,7 +121,23 @@ def _groups() -> list[Feature]:
         groups.close()
 
 
-async def _box(cache: Path | None) -> Feature:
+def _roots(mounts: Mounts | None) -> list[Feature]:
+    """How roots are made, once a box was."""
+    if mounts is None:
+        return []
+    features = [Feature(
+        feature="roots", ok=True if mounts.way is MountWay.DETACHED else None, detail=mounts.detail,
+        remedy="" if mounts.way is MountWay.DETACHED else "nothing is missing; Linux 6.15 or newer makes them faster",
+    )]
+    if may_map_ranges() and not mounts.maps_ids:
+        features.append(Feature(
+            feature="mapped ids", ok=None, detail="mounts map no ids: boxes have this machine's ids 0 to 65535",
+            remedy="Linux 6.3 or newer for a range of ids for each box",
+        ))
+    return features
+
+
+async def _box(cache: Path | None) -> list[Feature]:
     backend = NamespaceBackend(cache=cache)
     call = Call(arguments=["python3", "-c", "print(6 * 7)"], timeout_s=10, stdout_cap_bytes=100, stderr_cap_bytes=2000)
     try:
@@ -130,13 +147,15 @@ async def _box(cache: Path | None) -> Feature:
         created_ms = (time.perf_counter() - started) * 1000
         outcome = await box.call(call)
     except TandemError as error:
-        return Feature(feature="a box", ok=False, detail=error.message, remedy=error.hint)
+        return [*_roots(backend.mounts), Feature(feature="a box", ok=False, detail=error.message, remedy=error.hint)]
     finally:
         await backend.close()
+    roots = _roots(backend.mounts)
     if outcome.stdout.strip() != b"42":
-        return Feature(
+        return [*roots, Feature(
             feature="a box", ok=False,
             detail=f"python3 fails in it: {outcome.stderr.decode('utf-8', 'replace')[-500:]}",
             remedy="install the system's python3",
-        )
-    return Feature(feature="a box", ok=True, detail=f"made in {created_ms:.1f} ms; python3 is {backend.python()}")
+        )]
+    detail = f"made in {created_ms:.1f} ms; python3 is {backend.python()}"
+    return [*roots, Feature(feature="a box", ok=True, detail=detail)]

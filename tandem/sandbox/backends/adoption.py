@@ -41,12 +41,12 @@ def listen(folder: Path) -> socket.socket:
     return listener
 
 
-def keeper_at(folder: Path) -> tuple[socket.socket, int, dict[int, int], list[Left]] | None:
-    """The control socket of the keeper that waits in a folder, its pid, the agents' pids by box, and the boxes: number,
-    words, socket. None when there is none. Blocks for a moment."""
+def keeper_at(folder: Path) -> tuple[socket.socket, int, str, dict[int, int], list[Left]] | None:
+    """The control socket of the keeper that waits in a folder, its pid, its word on mounts, the agents' pids by box,
+    and the boxes: number, words, socket. None when there is none. Blocks for a moment."""
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.settimeout(ADOPT_TIMEOUT_S)
-    keeper = 0
+    keeper, mounts = 0, ""
     pids: dict[int, int] = {}
     boxes: list[Left] = []
     try:
@@ -62,12 +62,14 @@ def keeper_at(folder: Path) -> tuple[socket.socket, int, dict[int, int], list[Le
                     control.send(b"X")
                     raise SandboxUnavailable(f"the boxes at {folder} are of another version and were ended",
                                              hint="start again")
+            elif kind == b"W":
+                mounts = message[5:].decode("utf-8", "replace")
             elif kind == b"A":
                 pids[number] = struct.unpack_from("<I", message, 5)[0]
                 boxes.append((number, message[9:].decode(), socket.socket(fileno=descriptors[0])))
             elif kind == b"D":
                 control.setblocking(False)
-                return control, keeper, pids, boxes
+                return control, keeper, mounts, pids, boxes
     except (FileNotFoundError, ConnectionRefusedError):
         control.close()
         return None

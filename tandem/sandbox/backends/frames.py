@@ -15,7 +15,7 @@ from tandem.core.errors import SandboxError
 from tandem.sandbox.backend import Call, CallKind, Layer, LayerKind, Start
 from tandem.sandbox.backends.template import Step
 
-PROTOCOL = 2
+PROTOCOL = 3
 FRAME_MAX = 1 << 20
 STDIN_WINDOW = 256 * 1024
 HEAD = struct.Struct("<IBI")

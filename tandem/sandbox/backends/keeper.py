@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
+from tandem.sandbox.backends.mounts import MountChoice
 
 MESSAGE_MAX = 512 * 1024
 
@@ -44,6 +45,7 @@ class Keeper:
         self._process = process  # None: started by an earlier supervisor
         self.pid = pid
         self.pids: dict[int, int] = {}  # of the boxes' agents
+        self.mounts: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # see mounts.py
         self._snapshots: dict[int, asyncio.Future[str]] = {}
         self._stills: dict[int, asyncio.Future[str]] = {}
         self._control = control
@@ -58,15 +60,20 @@ class Keeper:
         self._loop.add_reader(control.fileno(), self._read)
 
     @classmethod
-    def start(cls, program: Path, *, one_id: bool, listener: int = -1, grace_s: int = 0) -> Keeper:
+    def start(
+        cls, program: Path, *, one_id: bool, listener: int = -1, grace_s: int = 0, ways: str = MountChoice().packed()
+    ) -> Keeper:
         """``one_id``: this process may not give each box a range of ids; ``listener``: where later supervisors find
         the keeper, -1 to end with this one. Raises ``SandboxUnavailable`` when the program does not run."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         image = _sealed(program)
+        folder = program.parent / "mounts"  # the keeper puts a file system of its own over it
+        folder.mkdir(exist_ok=True)
         try:
             process = subprocess.Popen(
                 [f"/proc/self/fd/{image}", "keeper", str(theirs.fileno()), str(os.getpid()),
-                 "one" if one_id else "many", str(listener), str(grace_s)],
+                 "one" if one_id else "many", str(listener), str(grace_s), ways,
+                 str(folder)],
                 pass_fds=[fd for fd in (image, theirs.fileno(), listener) if fd >= 0], env={},
                 stdin=subprocess.DEVNULL, cwd="/", start_new_session=True,
                 stdout=None if listener < 0 else subprocess.DEVNULL,  # whoever reads ours sees our end
@@ -236,6 +243,8 @@ class Keeper:
                 if (refused := self._refused.pop(box, None)) is not None:
                     refused(reason)
                 self._end(box, f"never made: {reason}")
+            elif kind == b"W" and not self.mounts.done():
+                self.mounts.set_result(message[5:].decode("utf-8", "replace"))
             elif kind == b"P":
                 self.pids[box] = struct.unpack_from("<I", message, 5)[0]
                 self._tell_born(box)
@@ -308,6 +317,8 @@ class Keeper:
             self._refused.pop(box, None)
         for box in list(self._gone):
             self._end(box, f"the sandbox keeper has died: {why}")
+        if not self.mounts.done():
+            self.mounts.set_result(f"n-the sandbox keeper has died: {why}")
         if not self._ended.done():
             self._ended.set_result(None)
 

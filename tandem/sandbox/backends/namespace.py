@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from tandem.sandbox.backends.frames import create_message, milliseconds, pack_st
 from tandem.sandbox.backends.freezer import has_swap
 from tandem.sandbox.backends.keeper import Keeper
 from tandem.sandbox.backends.live_fork import live_fork_works
+from tandem.sandbox.backends.mounts import MountChoice, Mounts, read_found
 from tandem.sandbox.backends.namespace_box import NamespaceBox
 from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.backends.template import WORK_ID, Template, host_template, image_template
@@ -37,7 +37,7 @@ IDS_A_BOX = 65536
 FIRST_ID = 0x10000000
 NUM_RANGES = 4096
 GRACE_S = 600
-KERNEL = (6, 15)  # detached mounts as layers of detached overlays
+START_TIMEOUT_S = 10.0  # of the keeper, with its look at what the kernel mounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,15 @@ class NamespaceBackend:
     isolation = Isolation.SHARED_KERNEL
 
     def __init__(
-        self, *, cache: Path | None = None, state_folder: Path | None = None, grace_s: int = GRACE_S
+        self, *, cache: Path | None = None, state_folder: Path | None = None, grace_s: int = GRACE_S,
+        mounts: MountChoice | None = None,
     ) -> None:
+        """``mounts`` None: the best way of this kernel."""
         self._cache = cache
         self._state_folder = state_folder
         self._grace_s = grace_s
+        self._choice = mounts or MountChoice()
+        self._mounts: Mounts | None = None
         self._keeper: Keeper | None = None
         self._cgroups: Cgroups | None = None
         self._templates: dict[str, tuple[Template, bytes]] = {}
@@ -74,23 +78,28 @@ class NamespaceBackend:
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        found = {Ability.PAUSE, Ability.PROCESSES, Ability.TERMINAL, Ability.PORTS}
+        found = {
+            Ability.PAUSE, Ability.PROCESSES, Ability.TERMINAL, Ability.PORTS, Ability.SNAPSHOT, Ability.IMAGES,
+        }
         if has_swap():
             found.add(Ability.COLD_PAUSE)
         if self._cgroups is not None and self._cgroups.controllers & {"memory", "pids"}:
             found.add(Ability.USAGE)
-        if layers_work():
-            found |= {Ability.SNAPSHOT, Ability.IMAGES}
-            # Without such a group the processes of copies would count as their parent's.
-            counted = self._cgroups is None or "pids" in self._cgroups.controllers
-            if counted and live_fork_works() and may_map_ranges():
-                found.add(Ability.LIVE_FORK)
+        # Without such a group the processes of copies would count as their parent's.
+        counted = self._cgroups is None or "pids" in self._cgroups.controllers
+        if counted and live_fork_works() and may_map_ranges():
+            found.add(Ability.LIVE_FORK)
         return frozenset(found)
 
     @property
     def cgroups(self) -> Cgroups | None:
         """The groups in use; None before the first box."""
         return self._cgroups
+
+    @property
+    def mounts(self) -> Mounts | None:
+        """How roots are made here; None before the first box."""
+        return self._mounts
 
     @property
     def keeper(self) -> Keeper:
@@ -179,7 +188,8 @@ class NamespaceBackend:
             found = await loop.run_in_executor(None, keeper_at, self._state_folder)
             if found is None:
                 return {}
-            control, pid, pids, left = found
+            control, pid, mounts, pids, left = found
+            self._mounts = read_found(mounts)
             self._keeper = Keeper(None, control, pid)
             self._keeper.pids.update(pids)
             self._cgroups = Cgroups.load(json.loads((self._state_folder / GROUPS).read_text()))
@@ -254,11 +264,12 @@ class NamespaceBackend:
             try:
                 keeper = Keeper.start(
                     image, one_id=not may_map_ranges(), listener=-1 if listener is None else listener.fileno(),
-                    grace_s=self._grace_s,
+                    grace_s=self._grace_s, ways=self._choice.packed(),
                 )
             finally:
                 if listener is not None:
                     listener.close()
+            self._mounts = await _mounts_of(keeper)
             owner = os.getpid() if self._state_folder is None else keeper.pid
             cgroups: Cgroups = await loop.run_in_executor(None, Cgroups.open, owner)
             keeper.own([str(group.folder) for group in cgroups.groups])
@@ -285,7 +296,7 @@ class NamespaceBackend:
         return create_message(
             number,
             hostname=plan.spec.hostname,
-            outer_ids=(first, first, IDS_A_BOX) if ranged else (os.geteuid(), os.getegid(), 1),
+            outer_ids=self._outer_ids(first),
             work_id=WORK_ID,
             disk=(limits.disk_bytes, _inodes(limits)),
             # With one id for all, the agent's own processes count too.
@@ -300,6 +311,13 @@ class NamespaceBackend:
 
     def _on_adopted_gone(self, number: int, box: NamespaceBox, ended: asyncio.Future[str]) -> None:
         self._on_gone(number, box, _nobody, ended.result())
+
+    def _outer_ids(self, first: int) -> tuple[int, int, int]:
+        """A range of its own; the machine's ids, where mounts map none; or the one id that an ordinary user has."""
+        if not may_map_ranges():
+            return os.geteuid(), os.getegid(), 1
+        assert self._mounts is not None
+        return (first, first, IDS_A_BOX) if self._mounts.maps_ids else (0, 0, IDS_A_BOX)
 
     def _on_gone(self, number: int, box: NamespaceBox, settle: Callable[[str | None], None], how: str) -> None:
         self._boxes.pop(number, None)
@@ -326,10 +344,20 @@ def _settler(ready: asyncio.Future[str | None]) -> Callable[[str | None], None]:
     return settle
 
 
-def layers_work() -> bool:
-    """Whether this kernel makes roots of layers."""
-    version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    return version >= KERNEL
+async def _mounts_of(keeper: Keeper) -> Mounts:
+    """Raises SandboxUnavailable; the keeper is ended then."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            return read_found(await asyncio.shield(keeper.mounts))
+    except TimeoutError as error:
+        await keeper.close()
+        raise SandboxUnavailable(
+            f"the sandbox keeper did not say how it mounts roots in {START_TIMEOUT_S:g} s",
+            hint="`tandem doctor` shows what this machine can do",
+        ) from error
+    except BaseException:
+        await keeper.close()
+        raise
 
 
 def _inodes(limits: SandboxLimits) -> int:

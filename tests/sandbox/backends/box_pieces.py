@@ -8,7 +8,10 @@ from pathlib import Path
 
 from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.sandbox.backend import Box, Call
+from tandem.sandbox.backends.mounts import MountChoice, MountWay
 from tandem.sandbox.backends.namespace import NamespaceBackend
+
+OLDER = (MountWay.ATTACHED, MountWay.STRING)
 
 SPEC = SandboxSpec(limits=SandboxLimits(memory_bytes=128 * 2**20, disk_bytes=16 * 2**20))
 
@@ -25,8 +28,10 @@ async def said(box: Box, text: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def backend(state_folder: Path | None = None) -> AsyncIterator[NamespaceBackend]:
-    made = NamespaceBackend(state_folder=state_folder)
+async def backend(
+    state_folder: Path | None = None, mounts: MountChoice | None = None
+) -> AsyncIterator[NamespaceBackend]:
+    made = NamespaceBackend(state_folder=state_folder, mounts=mounts)
     try:
         yield made
     finally:

@@ -17,12 +17,12 @@ from box_pieces import SPEC, backend, said, shell
 from tandem.core.errors import SandboxGone, SandboxUnavailable
 from tandem.sandbox.backend import Ability, Box, Start, Terminal
 from tandem.sandbox.backends.live_fork import obstacle, only_process
-from tandem.sandbox.backends.namespace import NamespaceBackend, layers_work, may_map_ranges
+from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
 from tandem.sandbox.backends.namespace_box import NamespaceBox
 from tandem.sandbox.backends.process import NamespaceProcess
 
 pytestmark = pytest.mark.skipif(
-    bool(obstacle()) or not layers_work() or not may_map_ranges(),
+    bool(obstacle()) or not may_map_ranges(),
     reason=f"no live fork on this machine: {obstacle() or 'it needs root and layers'}",
 )
 BASH = Start(arguments=["bash"], stdin=True)

@@ -8,16 +8,21 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from box_pieces import SPEC, backend, said, shell
+from box_pieces import OLDER, SPEC, backend, said, shell
 from image_pieces import system_layer
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
 from tandem.sandbox.backend import Ability, Root
 from tandem.sandbox.backends.freezer import has_swap
-from tandem.sandbox.backends.namespace import layers_work
+from tandem.sandbox.backends.mounts import MountChoice, MountWay
 from tandem.sandbox.images.store import LayerStore
 
-needs_layers = pytest.mark.skipif(not layers_work(), reason="this kernel makes no roots of layers")
+every_way = pytest.mark.parametrize("mounts", [
+    pytest.param(None, id="best"),
+    pytest.param(MountChoice(ways=OLDER), id="attached"),
+    pytest.param(MountChoice(ways=(MountWay.STRING,)), id="string"),
+    pytest.param(MountChoice(ways=(MountWay.STRING,), maps_ids=False), id="no-ids"),
+])
 
 
 def test_a_deadline_is_in_the_boxs_running_time() -> None:
@@ -87,10 +92,10 @@ def test_a_cold_pause_says_when_there_is_no_swap() -> None:
     asyncio.run(main())
 
 
-@needs_layers
-def test_children_start_from_a_snapshot_and_share_nothing_after() -> None:
+@every_way
+def test_children_start_from_a_snapshot_and_share_nothing_after(mounts: MountChoice | None) -> None:
     async def main() -> None:
-        async with backend() as made:
+        async with backend(mounts=mounts) as made:
             box = await made.create(SPEC, timeout_s=20)
             await said(box, "mkdir d; echo one > d/one; echo gone > gone; ln d/one hard; ln -s d/one soft")
             first = await box.snapshot()
@@ -111,10 +116,10 @@ def test_children_start_from_a_snapshot_and_share_nothing_after() -> None:
     asyncio.run(main())
 
 
-@needs_layers
-def test_a_saved_snapshot_starts_boxes_of_another_backend(tmp_path: Path) -> None:
+@every_way
+def test_a_saved_snapshot_starts_boxes_of_another_backend(tmp_path: Path, mounts: MountChoice | None) -> None:
     async def main() -> None:
-        async with backend() as made:
+        async with backend(mounts=mounts) as made:
             box = await made.create(SPEC, timeout_s=20)
             await said(box, "mkdir d e; echo x > d/x; echo y > e/y; chmod 600 e/y; truncate -s 1M hole")
             await (await box.snapshot()).release()
@@ -125,17 +130,17 @@ def test_a_saved_snapshot_starts_boxes_of_another_backend(tmp_path: Path) -> Non
             with pytest.raises(SnapshotError, match="released"):
                 await frozen.save(tmp_path / "again")
         assert all(layer.path.is_relative_to(tmp_path) for layer in root.layers)
-        async with backend() as later:
+        async with backend(mounts=mounts) as later:
             child = await later.create(SPEC, root=root, timeout_s=20)
             assert await said(child, "ls -A d; ls e; stat -c %s hole; stat -c %U e/z") == "z\n1048576\nagent"
 
     asyncio.run(main())
 
 
-@needs_layers
-def test_files_in_use_are_copied_not_taken_away() -> None:
+@every_way
+def test_files_in_use_are_copied_not_taken_away(mounts: MountChoice | None) -> None:
     async def main() -> None:
-        async with backend() as made:
+        async with backend(mounts=mounts) as made:
             box = await made.create(SPEC, timeout_s=20)
             text = "exec 3>>log; echo start >&3; while [ ! -e stop ]; do sleep 0.02; done; echo end >&3; cat log"
             task = asyncio.create_task(box.call(shell(text)))
@@ -150,7 +155,6 @@ def test_files_in_use_are_copied_not_taken_away() -> None:
     asyncio.run(main())
 
 
-@needs_layers
 def test_no_room_for_a_copy_fails_and_leaves_the_box_as_it_was() -> None:
     async def main() -> None:
         async with backend() as made:
@@ -166,10 +170,10 @@ def test_no_room_for_a_copy_fails_and_leaves_the_box_as_it_was() -> None:
     asyncio.run(main())
 
 
-@needs_layers
-def test_many_snapshots_and_a_paused_one() -> None:
+@every_way
+def test_many_snapshots_and_a_paused_one(mounts: MountChoice | None) -> None:
     async def main() -> None:
-        async with backend() as made:
+        async with backend(mounts=mounts) as made:
             box = await made.create(SPEC, timeout_s=20)
             for number in range(40):
                 await said(box, f"echo {number} > n; echo > f{number}")
@@ -198,13 +202,13 @@ def test_what_it_cannot_is_refused_by_name() -> None:
     asyncio.run(main())
 
 
-@needs_layers
-def test_an_image_that_brings_its_own_system(tmp_path: Path) -> None:
+@every_way
+def test_an_image_that_brings_its_own_system(tmp_path: Path, mounts: MountChoice | None) -> None:
     data = system_layer("cat", "id", "ls")
     layer = LayerStore(tmp_path / "store").add(f"sha256:{hashlib.sha256(data).hexdigest()}", iter([data]))
 
     async def main() -> None:
-        async with backend() as made:
+        async with backend(mounts=mounts) as made:
             root = Root(layers=(layer,), host_base=False, environment={"FROM_IMAGE": "yes"})
             box = await made.create(SPEC, root=root, timeout_s=20)
             assert await said(box, "id -u; echo $FROM_IMAGE > a; cat a") == "1000\nyes"

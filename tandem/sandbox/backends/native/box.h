@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-enum { PROTOCOL = 2, AGENT_FD = 3 };
+enum { PROTOCOL = 3, AGENT_FD = 3 };
 
 /* ---- wire.c: a cursor over a message. Strings are u32 length, bytes, NUL, and are used in place. */
 struct cursor { const uint8_t *at, *end; bool bad; };
@@ -51,7 +51,7 @@ struct box_root {
     int num_layers;
     struct layer *layers[MAX_LAYERS];
 };
-struct layer *layer_take(const char *path, const char *device, int kind, int made_fd); /* or NULL and errno */
+struct layer *layer_take(const char *path, const char *device, int kind, int made_fd, bool kept); /* or NULL, errno */
 struct layer *layer_find(const char *path);
 void layer_drop(struct layer *layer);
 int root_tmpfs(uint64_t bytes, uint64_t inodes);
@@ -60,6 +60,19 @@ int root_overlay(const struct box_root *root, const struct box_spec *spec, int u
 int root_upper(const struct box_root *root); /* a detached mount of the upper as it is */
 bool root_untouched(const struct box_root *root); /* nothing was written since its last snapshot */
 void root_drop(struct box_root *root);
+void root_forget_bases(void);
+
+/* ---- mounts.c: detached mounts, and what this kernel needs to make overlays of them */
+enum { MOUNTS_DETACHED = 'd', MOUNTS_ATTACHED = 'a', MOUNTS_STRING = 's' };
+bool mount_set(int context, const char *key, const char *value);
+int mount_made(int context, uint64_t attributes);
+int mount_copy(int place, const char *path);
+int mounts_keep(int fd);
+void mounts_lose(int fd);
+int mounts_overlay(const int *parts, int num_lower, const char *upper, const char *work, bool trusted);
+const char *mounts_reason(void);
+bool mounts_map_ids(void);
+const char *mounts_probe(const char *ways, const char *folder, bool trusted, bool *maps, char *found);
 
 /* ---- push.c: a running box's upper becomes a layer, and a new one takes its place. The working folder of process
  * ``movable`` is not in the way: the caller moves it. */
@@ -87,7 +100,7 @@ struct box {
     int num_branches;    /* boxes whose mother it is */
     bool retired;        /* killed, but for its agent: there are branches */
 };
-int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s);
+int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s, const char *ways, const char *folder);
 const char *box_enter_cgroups(const struct box *box, struct cursor c, bool unified_too);
 
 /* ---- branch.c: a copy of a held process in a box of its own; graft.c: what is mounted there. NULL or the failed step.

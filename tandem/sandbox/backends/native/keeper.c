@@ -12,7 +12,8 @@
  * 'L' u32 box, 'y' and the layer's path, (none: nothing new was written), or 'b' (not now) or 'n' and why;
  * 'S' u32 box, 'y' and the layer's path, or 'n' (nothing happened) and why, or 'c' (copy it), tmpfs, upper and why; 'G' u32 box, u32 wait status (gone,
  * cgroups removed); to a later supervisor 'V' u32 protocol, u32 keeper's pid, 'A' u32 box, u32 pid, what the create message said for
- * it, and the socket, for each box; 'D' u32 0. */
+ * it, and the socket, for each box; 'D' u32 0. First of all to each 'W' u32 0, the way of mounts (see mounts.c; 'n':
+ * none, and why) and 'i' where ids are mapped, else '-'. */
 #include "box.h"
 #include "hold.h"
 #include <dirent.h>
@@ -48,6 +49,7 @@ static int num_folders;
 static bool nested; /* not root here: in a user namespace of our own */
 static bool trusted;
 static int branch_ends; /* an epoll of pidfds */
+static char mounts_found[512];
 
 static void tell(char kind, uint32_t id, const void *data, size_t length) {
     uint8_t out[1024];
@@ -322,7 +324,7 @@ static const char *push(struct box *box, const struct box_spec *spec, char *path
     int upper = root_upper(&box->root);
     if (upper < 0) return "its upper cannot be opened";
     snprintf(path, size, "/proc/%d/fd/%d", getpid(), upper);
-    struct layer *layer = layer_take(path, "", 'f', upper); /* this one is the snapshot's */
+    struct layer *layer = layer_take(path, "", 'f', upper, false); /* this one is the snapshot's */
     if (!layer) return "no memory";
     struct box_root next = box->root;
     next.generation++;
@@ -398,7 +400,7 @@ static void on_hold(uint32_t id, const char *folder) {
     char answer[512];
     int fd = syscall(__NR_open_tree, AT_FDCWD, folder, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
     snprintf(answer, sizeof answer, "y/proc/%d/fd/%d", getpid(), fd);
-    if (fd < 0 || !layer_take(answer + 1, "", 'f', fd)) snprintf(answer, sizeof answer, "nhold: %s", strerror(errno));
+    if (fd < 0 || !layer_take(answer + 1, "", 'f', fd, false)) snprintf(answer, sizeof answer, "nhold: %s", strerror(errno));
     tell('S', id, answer, strlen(answer));
 }
 
@@ -543,6 +545,7 @@ static void tell_all(void) {
     uint8_t own[4];
     put_u32(own, getpid());
     tell('V', PROTOCOL, own, 4);
+    tell('W', 0, mounts_found, strlen(mounts_found));
     for (struct box *box = boxes; box; box = box->next) {
         if (!box->pid || box->socket < 0) continue;
         struct cursor c = { box->message + 1, box->message + box->length, false };
@@ -595,8 +598,21 @@ static bool enter_namespaces(void) {
     return !mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL);
 }
 
+/* ``ways``: see mounts.c; an 'i' among them maps ids where the kernel does. The supervisor hears what was found. */
+static void probe_mounts(const char *ways, const char *folder) {
+    bool maps = !nested && strchr(ways, 'i');
+    char found = 0, wanted[4] = "";
+    for (const char *each = ways; *each && strlen(wanted) < 3; each++)
+        if (*each != 'i') strncat(wanted, each, 1);
+    const char *error = mounts_probe(wanted, folder, trusted, nested ? NULL : &maps, &found);
+    int length = snprintf(mounts_found, sizeof mounts_found, "%c%c%s", error ? 'n' : found, maps ? 'i' : '-',
+                          error ? error : "");
+    tell('W', 0, mounts_found, length);
+}
+
 /* The supervisor's own cgroup folders, which hold its boxes', go last. ``listener`` -1: boxes die with it. */
-int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s) {
+int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s, const char *ways,
+                const char *folder) {
     control = control_fd;
     nested = one_id;
     char all[64] = "";
@@ -620,6 +636,7 @@ int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int
     int signals = signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK);
     prctl(PR_SET_NAME, "tandem-keeper");
     if (!enter_namespaces()) return 3;
+    probe_mounts(ways, folder);
     bool waiting = false;
     int64_t end_us = INT64_MAX; /* of the grace */
     for (;;) {

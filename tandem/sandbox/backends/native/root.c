@@ -18,8 +18,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { CONFIG_FLAG = 0, CONFIG_STRING = 1, CONFIG_CREATE = 6 };
-
 static char problem[512];
 
 static const char *say(const char *step, const char *what) {
@@ -27,42 +25,24 @@ static const char *say(const char *step, const char *what) {
     return problem;
 }
 
-static bool set(int context, const char *key, const char *value) {
-    return !syscall(__NR_fsconfig, context, value ? CONFIG_STRING : CONFIG_FLAG, key, value, 0);
-}
-
-static int finish(int context, uint64_t attributes) {
-    int fd = -1;
-    if (!syscall(__NR_fsconfig, context, CONFIG_CREATE, NULL, NULL, 0))
-        fd = syscall(__NR_fsmount, context, FSMOUNT_CLOEXEC, attributes);
-    int error = errno;
-    close(context);
-    errno = error;
-    return fd;
-}
-
-static int copy_tree(int place, const char *path) {
-    return syscall(__NR_open_tree, place, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (*path ? 0 : AT_EMPTY_PATH));
-}
-
 int root_tmpfs(uint64_t bytes, uint64_t inodes) {
     char text[32];
     int context = syscall(__NR_fsopen, "tmpfs", FSOPEN_CLOEXEC);
     if (context < 0) return -1;
-    set(context, "mode", "0755");
+    mount_set(context, "mode", "0755");
     snprintf(text, sizeof text, "%llu", (unsigned long long)bytes);
-    if (bytes) set(context, "size", text);
+    if (bytes) mount_set(context, "size", text);
     snprintf(text, sizeof text, "%llu", (unsigned long long)inodes);
-    if (inodes) set(context, "nr_inodes", text);
-    return finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+    if (inodes) mount_set(context, "nr_inodes", text);
+    return mounts_keep(mount_made(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV));
 }
 
 /* A copy of a mount that a box with this user namespace sees with its own ids; -1 (as is): one id only. */
 static int mapped(int place, const char *path, int userns, bool read_only) {
-    int fd = copy_tree(place, path);
+    int fd = mount_copy(place, path);
     if (fd < 0) return -1;
     struct mount_attr attributes = { .attr_set = read_only ? MOUNT_ATTR_RDONLY : 0 };
-    if (userns >= 0) {
+    if (userns >= 0 && mounts_map_ids()) {
         attributes.attr_set |= MOUNT_ATTR_IDMAP;
         attributes.userns_fd = userns;
     }
@@ -73,13 +53,13 @@ static int mapped(int place, const char *path, int userns, bool read_only) {
         errno = error;
         return -1;
     }
-    return fd;
+    return mounts_keep(fd);
 }
 
 /* ---- layers, shared by boxes and counted */
 static struct layer *layers;
 
-struct layer *layer_take(const char *path, const char *device, int kind, int made_fd) {
+struct layer *layer_take(const char *path, const char *device, int kind, int made_fd, bool kept) {
     for (struct layer *layer = layers; layer; layer = layer->next)
         if (!strcmp(layer->path, path) && !strcmp(layer->device, device)) {
             layer->references++;
@@ -87,15 +67,16 @@ struct layer *layer_take(const char *path, const char *device, int kind, int mad
         }
     int fd = made_fd;
     if (fd < 0 && kind == 'f') {
-        fd = copy_tree(AT_FDCWD, path);
+        fd = mount_copy(AT_FDCWD, path);
     } else if (fd < 0) {
         int context = syscall(__NR_fsopen, "erofs", FSOPEN_CLOEXEC);
         if (context < 0) return NULL;
-        set(context, "ro", NULL);
-        set(context, "source", path);
-        if (*device) set(context, "device", device);
-        fd = finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_RDONLY);
+        mount_set(context, "ro", NULL);
+        mount_set(context, "source", path);
+        if (*device) mount_set(context, "device", device);
+        fd = mount_made(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_RDONLY);
     }
+    if (!kept) fd = mounts_keep(fd);
     struct layer *layer = fd < 0 ? NULL : calloc(1, sizeof *layer);
     if (!layer) return NULL;
     *layer = (struct layer){ layers, strdup(path), strdup(device), fd, 1 };
@@ -110,7 +91,7 @@ void layer_drop(struct layer *layer) {
             *link = layer->next;
             break;
         }
-    close(layer->fd);
+    mounts_lose(layer->fd);
     free(layer->path);
     free(layer->device);
     free(layer);
@@ -177,7 +158,7 @@ static const char *base_for(const struct box_spec *spec, int *fd) {
     umask(old);
     struct base *base = error ? NULL : calloc(1, sizeof *base);
     if (!base) {
-        close(made);
+        mounts_lose(made);
         return error ? error : "no memory";
     }
     base->key = malloc(length);
@@ -187,6 +168,16 @@ static const char *base_for(const struct box_spec *spec, int *fd) {
     base->fd = *fd = made;
     bases = base;
     return NULL;
+}
+
+void root_forget_bases(void) {
+    while (bases) {
+        struct base *next = bases->next;
+        mounts_lose(bases->fd);
+        free(bases->key);
+        free(bases);
+        bases = next;
+    }
 }
 
 /* ---- overlays */
@@ -210,37 +201,19 @@ int root_overlay(const struct box_root *root, const struct box_spec *spec, int u
         *error = say("make", name);
         return -1;
     }
-    int context = syscall(__NR_fsopen, "overlay", FSOPEN_CLOEXEC);
-    if (context < 0) {
-        *error = say("open", "overlay");
-        return -1;
-    }
-    bool good = true;
-    for (int i = 0; good && i <= root->num_layers; i++) {
+    for (int i = 0; !*error && i <= root->num_layers; i++) {
         parts[count] = mapped(i < root->num_layers ? root->layers[i]->fd : base, "", userns, true);
-        good = parts[count] >= 0;
-        if (!good) *error = say("map", i < root->num_layers ? root->layers[i]->path : "base");
-        else {
-            char text[64];
-            snprintf(text, sizeof text, "/proc/self/fd/%d", parts[count++]);
-            good = set(context, "lowerdir+", text);
-            if (!good) *error = say("add layer", root->num_layers > i ? root->layers[i]->path : "base");
-        }
+        if (parts[count] < 0) *error = say("map", i < root->num_layers ? root->layers[i]->path : "base");
+        else count++;
     }
-    if (good && (parts[count] = mapped(root->tmpfs, "", userns, false)) >= 0) {
-        char upper[160], below[160];
-        snprintf(upper, sizeof upper, "/proc/self/fd/%d/%s", parts[count], name);
-        snprintf(below, sizeof below, "/proc/self/fd/%d/%s", parts[count++], work);
+    if (!*error && (parts[count] = mapped(root->tmpfs, "", userns, false)) < 0) *error = say("map", "upper");
+    if (!*error) {
         if (spec->id_count > 1) {
             setfsgid(spec->outer_gid);
             setfsuid(spec->outer_uid);
             powers(true);
         }
-        good = set(context, "upperdir", upper) && set(context, "workdir", below) && set(context, "volatile", NULL);
-        if (good && !trusted) good = set(context, "userxattr", NULL);
-        if (good && trusted) good = set(context, "redirect_dir", "off") && set(context, "metacopy", "off");
-        if (good) made = finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
-        else close(context);
+        made = mounts_overlay(parts, count++, name, work, trusted);
         int keep = errno;
         if (spec->id_count > 1) {
             setfsuid(0);
@@ -248,23 +221,16 @@ int root_overlay(const struct box_root *root, const struct box_spec *spec, int u
             powers(true);
         }
         errno = keep;
-        if (made < 0) {
-            char reason[256] = "";
-            ssize_t length = good ? read(context, reason, sizeof reason - 1) : -1;
-            *error = say("mount overlay", length > 0 ? reason : "");
-        }
-    } else {
-        if (good) *error = say("map", "upper");
-        close(context);
+        if (made < 0) *error = say("mount overlay", mounts_reason());
     }
-    while (count) close(parts[--count]);
+    while (count) mounts_lose(parts[--count]);
     return made;
 }
 
 int root_upper(const struct box_root *root) {
     char name[64];
     snprintf(name, sizeof name, "upper%u", root->generation);
-    return copy_tree(root->tmpfs, name);
+    return mount_copy(root->tmpfs, name);
 }
 
 bool root_untouched(const struct box_root *root) {
@@ -286,7 +252,7 @@ const char *root_take(struct box_root *root, struct cursor c) {
         uint8_t kind = get_u8(&c);
         const char *path = get_str(&c, NULL), *device = get_str(&c, NULL);
         if (c.bad) return "broken layer list";
-        struct layer *layer = layer_take(path, device, kind, -1);
+        struct layer *layer = layer_take(path, device, kind, -1, false);
         if (!layer) return say("open layer", path);
         root->layers[root->num_layers++] = layer;
     }
@@ -295,6 +261,6 @@ const char *root_take(struct box_root *root, struct cursor c) {
 
 void root_drop(struct box_root *root) {
     while (root->num_layers) layer_drop(root->layers[--root->num_layers]);
-    if (root->tmpfs > 0) close(root->tmpfs);
+    if (root->tmpfs > 0) mounts_lose(root->tmpfs);
     root->tmpfs = -1;
 }
