@@ -8,8 +8,8 @@ command in the box. A copy knows nothing of it: the state of its random generato
 
 A copy lives in namespaces below its parent's, for the kernel knows no other place for it. So it ends when the parent's
 agent dies; when the parent is killed, only its agent stays, stopped, until the last copy is gone. And code of the
-parent, which is one of the owners of those namespaces, can see and kill its copies, as a process can its forks; copies
-cannot see the parent or each other. A parent that must not touch them is paused or killed.
+parent, whose user owns those namespaces, has all powers over its copies, as a process over its forks; copies cannot see
+the parent or each other. A parent that must not touch them is paused or killed.
 """
 
 from __future__ import annotations

@@ -177,6 +177,7 @@ def test_a_copy_has_no_powers_and_its_filter() -> None:
                 assert facts["Seccomp"] == "2" and facts["NoNewPrivs"] == "1"
                 assert facts["Uid"].split() == ["1000"] * 4
                 bounding = facts["CapBnd"]
+                assert await each.ask("import os; print(os.nice(0))") == "0"
             for here in (box, copy_of(child)):
                 assert await said(here, try_it) == "-1 1 -1 1 -1 1"
                 assert await said(here, "sed -n 's/CapBnd:.//p' /proc/self/status") == bounding

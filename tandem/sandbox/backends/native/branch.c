@@ -263,6 +263,7 @@ const char *branch_make(struct hold *hold, struct box *box, const struct box_spe
         snprintf(path, sizeof path, "/proc/%d/oom_score_adj", pid);
         write_file(path, "-1000", 5);
         setpriority(PRIO_PROCESS, pid, -5);
+        setpriority(PRIO_PROCESS, copy.pid, hold->nice);
         if (!trace_go_on(&copy, true)) error = failed("let it go", 0);
         else trace_leave(&first);
     }

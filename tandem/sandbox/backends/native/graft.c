@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -80,6 +81,7 @@ static void require(bool good, int fd, const char *step) {
 
 static void work(int task, const struct box_spec *spec, int overlay, int fd) {
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+    setpriority(PRIO_PROCESS, 0, -20); /* a held process waits for it */
     int extra = tool_mount();
     require(extra >= 0, fd, "open the program");
     steps_open(spec->ops, fd);

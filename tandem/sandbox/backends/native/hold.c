@@ -16,6 +16,7 @@
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
@@ -170,6 +171,10 @@ static const char *stop_all(struct hold *hold, pid_t agent, const char *cgroup, 
     struct stat info;
     if (hold->folder[0] != '/' || stat(path, &info) || !info.st_nlink || length >= (ssize_t)sizeof hold->folder - 1)
         return "its working folder is gone, or its name too long";
+    /* It works for us for a moment, and on a busy machine each of its steps would wait its turn. */
+    errno = 0;
+    hold->nice = getpriority(PRIO_PROCESS, hold->target);
+    if (!errno) setpriority(PRIO_PROCESS, hold->target, -20);
     if (!trace_arm(&hold->main)) return say("it cannot be traced: %s", strerror(errno));
     return learn_of_libc(hold);
 }
@@ -200,6 +205,7 @@ const char *hold_return_folder(struct hold *hold) {
 
 void hold_end(struct hold *hold) {
     if (!hold) return;
+    if (hold->main.pid) setpriority(PRIO_PROCESS, hold->main.pid, hold->nice);
     if (hold->main.pid && hold->scratch) trace_go_on(&hold->main, false);
     else if (hold->main.pid) {
         if (hold->main.mask) ptrace(PTRACE_SETSIGMASK, hold->main.pid, sizeof hold->main.mask, &hold->main.mask);

@@ -9,6 +9,7 @@ struct hold {
     struct traced main, shim, agent;
     pid_t target, between;     /* the process that is copied; its shim, 0 if it has none */
     pid_t inner;               /* its number in the box */
+    int nice;                  /* what it has when it is not held */
     int streams[3];            /* where its 0, 1 and 2 lead: -1 nowhere that matters, 1 for 2: the same as stdout */
     char folder[FOLDER_MAX];
     uint64_t scratch;          /* on its stack, unused: we write there, and put back ... */

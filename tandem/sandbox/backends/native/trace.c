@@ -65,7 +65,9 @@ bool trace_stop(struct traced *task, pid_t pid) {
 }
 
 bool trace_arm(struct traced *task) {
-    long options = PTRACE_O_TRACECLONE | PTRACE_O_TRACEFORK | PTRACE_O_TRACEVFORK | PTRACE_O_TRACEEXEC | SUSPEND_SECCOMP;
+    /* EXITKILL: whatever becomes of us, nothing half made ever runs. */
+    long options = PTRACE_O_TRACECLONE | PTRACE_O_TRACEFORK | PTRACE_O_TRACEVFORK | PTRACE_O_TRACEEXEC |
+                   PTRACE_O_EXITKILL | SUSPEND_SECCOMP;
     uint64_t all = ~(1ull << (SIGTRAP - 1)); /* the step itself ends with SIGTRAP */
     return !ptrace(PTRACE_SETOPTIONS, task->pid, 0, options) &&
            !ptrace(PTRACE_GETSIGMASK, task->pid, sizeof task->mask, &task->mask) &&
