@@ -111,10 +111,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a process's output, in the order the box sent it."""
+    """A part of a process's output, in the order the box sent it. ``lost_bytes`` came before it and are gone: this
+    listener was slower than the command by more than is kept, or came too late."""
 
     stream: str  # "stdout", "stderr" or "pty"
     data: bytes
+    lost_bytes: int = 0
 
 
 class Process(Protocol):

@@ -55,8 +55,10 @@ class Channel:
     for the box's burial when its socket is lost or makes no sense, and ``end`` answers when it is done."""
 
     def __init__(
-        self, environment: Mapping[str, str], hello: Callable[[str | None], None], broken: Callable[[], None]
+        self, environment: Mapping[str, str], hello: Callable[[str | None], None], broken: Callable[[], None],
+        *, first: int = 1,
     ) -> None:
+        """``first``: the number of the first call. A box that is adopted may still run calls of an earlier process."""
         self._environment = environment
         self._hello = hello
         self._broken = broken
@@ -66,7 +68,7 @@ class Channel:
         self._pending: dict[int, _Pending] = {}
         self._processes: dict[int, NamespaceProcess] = {}
         self._sockets: dict[int, asyncio.Future[socket.socket]] = {}
-        self._next = 1
+        self._next = first
         self._lost: str | None = None
         self._paused_at: float | None = None
 

@@ -24,7 +24,7 @@ class Freezer:
     """Of one box: ``folders`` are its control groups, ``agent`` its first process."""
 
     def __init__(self, folders: list[tuple[Group, Path]], agent: int) -> None:
-        self._agent = agent
+        self.agent = agent
         self._unified = next((folder for group, folder in folders if group.unified), None)
         self._legacy = next((folder for group, folder in folders if "freezer" in group.controllers), None)
         self._reclaim = next(
@@ -42,7 +42,7 @@ class Freezer:
                 return "frozen 1" in (self._unified / "cgroup.events").read_text()
             if self._legacy is not None:
                 return (self._legacy / "freezer.state").read_text().strip() == "FROZEN"
-            return Path(f"/proc/{self._agent}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            return Path(f"/proc/{self.agent}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
             return False
 
@@ -70,7 +70,18 @@ class Freezer:
 
     def processes(self) -> list[int]:
         """The box's processes, the agent first."""
-        return [self._agent, *_below(self._agent)]
+        return [self.agent, *_below(self.agent)]
+
+    def cpu_s(self) -> float | None:
+        """CPU seconds of the processes there are and of those they waited for; where no group counts them."""
+        ticks = 0
+        for pid in self.processes():
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            ticks += sum(map(int, fields[11:15]))
+        return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
     async def page_out(self) -> None:
         """Give the memory of a frozen box to swap. Raises SandboxUnavailable when there is none."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ IDS_A_BOX = 65536
 FIRST_ID = 0x10000000
 NUM_RANGES = 4096
 GRACE_S = 600
+LAST_CALL = 0xFFFFFFFF
 START_TIMEOUT_S = 10.0  # of the keeper, with its look at what the kernel mounts
 
 
@@ -80,11 +82,10 @@ class NamespaceBackend:
     def abilities(self) -> frozenset[Ability]:
         found = {
             Ability.PAUSE, Ability.PROCESSES, Ability.TERMINAL, Ability.PORTS, Ability.SNAPSHOT, Ability.IMAGES,
+            Ability.USAGE,
         }
         if has_swap():
             found.add(Ability.COLD_PAUSE)
-        if self._cgroups is not None and self._cgroups.controllers & {"memory", "pids"}:
-            found.add(Ability.USAGE)
         # Without such a group the processes of copies would count as their parent's.
         counted = self._cgroups is None or "pids" in self._cgroups.controllers
         if counted and live_fork_works() and may_map_ranges():
@@ -198,7 +199,7 @@ class NamespaceBackend:
             words = json.loads(text)
             root = unpack_root(words["root"])
             plan = Plan(number, SandboxSpec(), root, words["environment"], b"", words["first_id"])
-            box = self._enter(plan, _nobody)
+            box = self._enter(plan, _nobody, first=secrets.randbelow(LAST_CALL) + 1)
             gone = self._keeper.follow(number)
             gone.add_done_callback(partial(self._on_adopted_gone, number, box))
             end.setblocking(False)
@@ -229,12 +230,12 @@ class NamespaceBackend:
             await asyncio.get_running_loop().run_in_executor(None, self._cgroups.close)
             self._cgroups = None
 
-    def _enter(self, plan: Plan, settle: Callable[[str | None], None]) -> NamespaceBox:
+    def _enter(self, plan: Plan, settle: Callable[[str | None], None], *, first: int = 1) -> NamespaceBox:
         number = plan.number
         box = NamespaceBox(
             number, self, root=plan.root, handle=str(number) if self._state_folder else "", first_id=plan.first_id
         )
-        box.channel = Channel(plan.environment, settle, lambda: self.bury(number))
+        box.channel = Channel(plan.environment, settle, lambda: self.bury(number), first=first)
         self._boxes[number] = box
         return box
 

@@ -7,6 +7,7 @@ Refuses: to take a snapshot of files that could still change below it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,16 +114,21 @@ class NamespaceBox:
             raise refuse("namespace", Ability.NETWORK)
 
     async def usage(self) -> Usage:
-        """Files count as memory. What no control group of ours tells is None."""
+        """Files count as memory, too. What neither a control group of ours nor /proc tells is None."""
         self._alive()
-        groups = self._around.cgroups
+        groups, box, freezer = self._around.cgroups, self._number, self._freezer_now()
+        disk, total = _disk(freezer.agent)
         if groups is None:
-            return Usage()
-        box = self._number
+            return Usage(cpu_s=freezer.cpu_s(), processes=len(freezer.processes()), disk_bytes=disk,
+                         disk_total_bytes=total)
+        cpu_s = groups.cpu_s(box)
+        processes = groups.number(box, "pids", unified="pids.current", legacy="pids.current")
         return Usage(
+            cpu_s=freezer.cpu_s() if cpu_s is None else cpu_s,
             memory_bytes=groups.number(box, "memory", unified="memory.current", legacy="memory.usage_in_bytes"),
             memory_peak_bytes=groups.number(box, "memory", unified="memory.peak", legacy="memory.max_usage_in_bytes"),
-            processes=groups.number(box, "pids", unified="pids.current", legacy="pids.current"),
+            processes=len(freezer.processes()) if processes is None else processes,
+            disk_bytes=disk, disk_total_bytes=total,
         )
 
     def _alive(self) -> Channel:
@@ -272,3 +278,12 @@ class NamespaceBox:
         cgroups = self._around.cgroups
         return 0 if cgroups is None else cgroups.oom_kills(self._number)
 
+
+
+def _disk(agent: int) -> tuple[int | None, int | None]:
+    """Bytes used of the box's own files, and how many there may be; None where its root may not be looked at."""
+    try:
+        told = os.statvfs(f"/proc/{agent}/root")
+    except OSError:
+        return None, None
+    return (told.f_blocks - told.f_bfree) * told.f_frsize, told.f_blocks * told.f_frsize

@@ -1,7 +1,7 @@
 """The supervisor's side of one long-lived command: its kept output, its listeners, its end.
 
 Owns: the kept pieces, at most ``KEPT_BYTES``; the oldest go first, also under the eyes of a listener that is slower
-than that. Invariant: reading never waits for a listener, so none can block or end the command.
+than that, who is told how much. Invariant: reading never waits for a listener, so none can block or end the command.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from tandem.core.errors import SandboxError, SandboxGone
 from tandem.sandbox.backend import Outcome, Piece, Start, Terminal
@@ -101,12 +102,17 @@ class NamespaceProcess:
 
     async def output(self, *, from_start: bool = False) -> AsyncIterator[Piece]:
         at = self._first if from_start else self._first + len(self._pieces)
+        seen = 0 if from_start else self._dropped + self._kept  # bytes
         while True:
             news = self._news
             at = max(at, self._first)
             while at < self._first + len(self._pieces):
                 piece = self._pieces[at - self._first]
+                if seen < self._dropped:
+                    piece = replace(piece, lost_bytes=self._dropped - seen)
+                    seen = self._dropped
                 at += 1
+                seen += len(piece.data)
                 yield piece
                 at = max(at, self._first)
             if self._end.done():

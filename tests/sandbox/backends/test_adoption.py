@@ -12,7 +12,7 @@ import pytest
 from box_pieces import SPEC, backend, said
 
 from tandem.core.errors import SandboxUnavailable
-from tandem.sandbox.backend import Layer, LayerKind, Root
+from tandem.sandbox.backend import Layer, LayerKind, Root, Start
 from tandem.sandbox.backends.adoption import pack_root, unpack_root
 from tandem.sandbox.backends.namespace import NamespaceBackend
 
@@ -114,3 +114,23 @@ def test_a_root_comes_back_as_it_was() -> None:
     layers = (Layer(path=Path("/a"), digest="d"), Layer(kind=LayerKind.EROFS_TAR, path=Path("/i"), device=Path("/t")))
     root = Root(layers=layers, host_base=False, environment={"A": "b"}, user="u", folder="/w")
     assert unpack_root(pack_root(root)) == root
+
+
+def test_calls_of_an_earlier_process_are_not_taken_for_ours(tmp_path: Path) -> None:
+    async def main() -> None:
+        first = NamespaceBackend(state_folder=tmp_path)
+        box = await first.create(SPEC, timeout_s=20)
+        process = await box.start(Start(arguments=["/bin/sh", "-c", "while :; do echo old; sleep 0.01; done"]))
+        async for _ in process.output():
+            break
+        await first.leave()
+        async with backend(tmp_path) as second:
+            for _ in range(100):
+                try:
+                    found = await second.adopt()
+                    break
+                except SandboxUnavailable:
+                    await asyncio.sleep(0.02)
+            assert await said(found[box.handle], "sleep 0.2; echo new") == "new"
+
+    asyncio.run(main())

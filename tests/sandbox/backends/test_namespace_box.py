@@ -12,8 +12,8 @@ from box_pieces import OLDER, SPEC, backend, said, shell
 from image_pieces import system_layer
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
-from tandem.sandbox.backend import Ability, Root
-from tandem.sandbox.backends.freezer import has_swap
+from tandem.sandbox.backend import Ability, Root, Start
+from tandem.sandbox.backends.freezer import Freezer, has_swap
 from tandem.sandbox.backends.mounts import MountChoice, MountWay
 from tandem.sandbox.images.store import LayerStore
 
@@ -215,5 +215,36 @@ def test_an_image_that_brings_its_own_system(tmp_path: Path, mounts: MountChoice
             assert "python3" not in await said(box, "ls /bin; cat /etc/passwd; echo > /dev/null")
             child = await made.create(SPEC, root=(await box.snapshot()).root, timeout_s=20)
             assert await said(child, "cat a") == "yes"
+
+    asyncio.run(main())
+
+
+def test_a_box_tells_what_it_costs() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            before = await box.usage()
+            await said(box, "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; head -c 5242880 /dev/zero > f")
+            after = await box.usage()
+            assert before.cpu_s is not None and after.cpu_s is not None and after.cpu_s >= before.cpu_s + 0.02
+            assert before.processes == after.processes
+            if before.disk_bytes is None:
+                pytest.skip("as an ordinary user its root may not be looked at")
+            assert after.disk_bytes is not None and 5242880 <= after.disk_bytes - before.disk_bytes < 6_000_000
+            assert after.disk_total_bytes == SPEC.limits.disk_bytes
+
+    asyncio.run(main())
+
+
+def test_what_no_group_counts_the_processes_tell() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            text = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; echo done; exec sleep 60"
+            process = await box.start(Start(arguments=["/bin/sh", "-c", text]))
+            async for _ in process.output(from_start=True):
+                break
+            freezer = Freezer([], made.keeper.pids[1])
+            assert (freezer.cpu_s() or 0) >= 0.02 and len(freezer.processes()) >= 2
 
     asyncio.run(main())

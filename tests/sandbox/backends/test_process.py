@@ -120,6 +120,8 @@ def test_nobody_listening_neither_blocks_nor_kills_and_late_listeners_get_the_ke
         assert (await process.wait()).code == 0
         kept = await everything(process)
         assert len(kept) <= KEPT_BYTES and kept.endswith(b"end\n")
+        lost = [piece.lost_bytes async for piece in process.output(from_start=True)]
+        assert lost[0] == 9_000_004 - len(kept) and not any(lost[1:])
         process = await box.start(shell("while :; do echo more; sleep 0.01; done"))
         async for _ in process.output():
             break  # a listener that drops out
@@ -127,6 +129,21 @@ def test_nobody_listening_neither_blocks_nor_kills_and_late_listeners_get_the_ke
         async for piece in process.output():
             assert b"more" in piece.data
             break
+
+    in_a_box(work)
+
+
+def test_a_slow_listener_hears_how_much_it_missed() -> None:
+    async def work(box: NamespaceBox) -> None:
+        process = await box.start(shell("echo first; read go; head -c 9000000 /dev/zero; echo end", stdin=True))
+        taken, lost = 0, 0
+        async for piece in process.output(from_start=True):
+            taken += len(piece.data)
+            lost += piece.lost_bytes
+            if taken == 6:
+                await process.send_stdin(b"go\n")
+                await process.wait()  # it takes nothing meanwhile
+        assert taken + lost == 9_000_010 and lost > 0 and taken <= KEPT_BYTES + 6
 
     in_a_box(work)
 

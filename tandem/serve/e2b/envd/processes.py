@@ -162,6 +162,10 @@ async def _events(entry: Entry, running: Running) -> AsyncIterator[Message]:
     yield {"event": {"start": {"pid": running.process.pid}}}
     try:
         async for piece in running.process.output(from_start=True):
+            if piece.lost_bytes:
+                gap = f"[{piece.lost_bytes} bytes of output were dropped here: nobody took them in time]\n"
+                stream = "pty" if running.terminal else "stderr"
+                yield {"event": {"data": {stream: base64.b64encode(gap.encode()).decode()}}}
             yield {"event": {"data": {piece.stream: base64.b64encode(piece.data).decode()}}}
         outcome = await asyncio.shield(running.ending)
     except SandboxGone as error:
