@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tandem
 from tandem.app.build import label_of, parts_of
+from tandem.app.ledger import check_memory
 from tandem.app.offline import OfflineReady, is_offline, prepare_offline, train_offline
 from tandem.app.preflight import Ready, prepare
 from tandem.app.session import TrainingSession
@@ -70,6 +71,7 @@ def train(
     if resume:
         _check_checkpoints(resume, anew=anew)
     ready = prepare_offline(recipe) if is_offline(recipe) else prepare(recipe)
+    check_memory(recipe, ready.model)
     folder = resume or _new_folder(recipe)
     with EventLog(folder) as log:
 

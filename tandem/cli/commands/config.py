@@ -10,6 +10,7 @@ from tandem.cli import words
 from tandem.config.export import dump, reference, schema
 from tandem.config.fields import tables
 from tandem.core.errors import ConfigError
+from tandem.record.summary import table
 
 app = typer.Typer(help="Look at recipes and their options.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -42,17 +43,25 @@ def show(
     epilog=words.FLAGS_HELP,
 )
 def check(context: typer.Context) -> None:
-    """Check RECIPE... and flags as a run would, up to loading the model: environment, prompts, model folder, a box.
+    """Check RECIPE... and flags as a run would, up to loading the model: environment, prompts or data, model folder, a box,
+    and the memory that each phase will need.
 
     \b
     tandem config check recipes/demo.toml --rollout.group-size 16
     """
     recipe, _ = words.recipe_from(context)
+    from tandem.app.ledger import check_memory
+    from tandem.app.offline import is_offline, prepare_offline
     from tandem.app.preflight import prepare
 
-    ready = prepare(recipe)
-    print(f"good: environment {ready.environment.name}, model {ready.model.path}, "
-          f"context of {ready.model.max_context_tokens} tokens")  # fmt: skip
+    if is_offline(recipe):
+        data = prepare_offline(recipe)
+        model, what = data.model, f"{len(data.loaded.streams)} of {data.loaded.num_rows} rows of {recipe.data.path}"
+    else:
+        ready = prepare(recipe)
+        model, what = ready.model, f"environment {ready.environment.name}"
+    print(table(check_memory(recipe, model).rows()), end="\n\n")
+    print(f"good: {what}, model {model.path}, context of {model.max_context_tokens} tokens")
 
 
 @app.command("schema", short_help="Print the JSON schema of recipe files.")
