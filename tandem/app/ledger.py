@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.algorithms.spec import AlgorithmSpec, Data, resolve
+from tandem.algorithms.spec import Data, resolve
 from tandem.app.build import DTYPES
 from tandem.app.preflight import ModelFiles, pick_device
 from tandem.config.tree import Recipe

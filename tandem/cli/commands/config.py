@@ -43,8 +43,8 @@ def show(
     epilog=words.FLAGS_HELP,
 )
 def check(context: typer.Context) -> None:
-    """Check RECIPE... and flags as a run would, up to loading the model: environment, prompts or data, model folder, a box,
-    and the memory that each phase will need.
+    """Check RECIPE... and flags as a run would, up to loading the model: environment, prompts or data, model folder, a
+    box, and the memory that each phase will need.
 
     \b
     tandem config check recipes/demo.toml --rollout.group-size 16
