@@ -192,7 +192,11 @@ class _Face:
     async def metrics(self, request: Request) -> Response:
         """The engine's counters in the Prometheus text format."""
         stats = dataclasses.asdict(self._served.engine.stats())
-        lines = [f"# TYPE tandem_engine_{name} gauge\ntandem_engine_{name} {value}" for name, value in stats.items()]
+        lines = [
+            f"# TYPE tandem_engine_{name} gauge\ntandem_engine_{name} {value}"
+            for name, value in stats.items()
+            if value is not None  # what the engine does not tell is not there, rather than zero
+        ]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     # ---- who and when

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 
 import httpx
 import openai
@@ -21,6 +22,8 @@ from tandem.serve.server import serve_forever
 from tandem.text.render import Renderer
 from tandem.text.tokenizer import load_tokenizer
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object",
+        "properties": {"where": {"type": "string"}}, "required": ["where"]}}}  # fmt: skip
 USER = {"role": "user", "content": "Count to five."}
 
 
@@ -128,3 +131,111 @@ def test_a_random_model_follows_a_schema_and_scores_what_it_said():
     assert again.usage.completion_tokens == 0 and len(scored.tokens) == again.usage.prompt_tokens
     assert scored.top_logprobs[0] is None and all(len(top) == 1 for top in scored.top_logprobs[1:])
     assert all(1 <= len(top) <= 2 for top in said.logprobs.top_logprobs)
+
+
+def mixed(number: int) -> tuple[str, dict]:
+    """Path and body of one of many requests that differ in everything a request can differ in."""
+    draw = random.Random(number)
+    words = " ".join(draw.choices(["count", "red", "why", "7", "box", "and"], k=draw.randint(1, 60)))
+    fields = {"model": "tiny", "seed": number, "max_tokens": draw.randint(1, 16), "n": draw.choice([1, 1, 1, 1, 2, 3]),
+              "temperature": draw.choice([0, 0.6, 1, 1, 1.4]), "stream": bool(number % 2),
+              "return_token_ids": True}  # fmt: skip
+    fields |= draw.choice([{}, {}, {"top_p": 0.7}, {"top_k": 9}, {"min_p": 0.05}, {"frequency_penalty": 0.5},
+                           {"repetition_penalty": 1.2}, {"logit_bias": {"11": 4}}])  # fmt: skip
+    if draw.random() < 0.25:
+        fields["stop"] = draw.choice([["a"], ["e ", "th"], ["\n"]])
+    if fields["stream"]:
+        fields["stream_options"] = {"include_usage": True}
+    if draw.random() < 0.3:
+        return "/v1/completions", fields | {"prompt": words} | draw.choice([{}, {"logprobs": 2}])
+    if draw.random() < 0.2:
+        fields["tools"] = [TOOL]
+    elif draw.random() < 0.1:
+        fields["guided_regex"] = "(yes|no)!"
+    system = [{"role": "system", "content": "Say little."}] if draw.random() < 0.5 else []
+    chat = {"messages": [*system, {"role": "user", "content": words}]}
+    return "/v1/chat/completions", fields | chat | draw.choice([{}, {"logprobs": True, "top_logprobs": 3}])
+
+
+def joined(chunks: list[dict]) -> dict:
+    """What the chunks of a stream say together, whatever their borders."""
+    choices: dict[int, dict] = {}
+    usage = None
+    for chunk in chunks:
+        usage = chunk.get("usage") or usage
+        for part in chunk["choices"]:
+            said = choices.setdefault(part["index"], {"text": "", "rest": []})
+            delta = part.get("delta") or {}
+            said["text"] += part.get("text") or delta.get("content") or ""
+            said["rest"] += [
+                (key, value)
+                for key, value in sorted({**part, **delta}.items())
+                if value is not None and key not in ("index", "delta", "text", "content", "role")
+            ]
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
+
+
+async def answer_of(client: httpx.AsyncClient, path: str, body: dict) -> dict:
+    """The reply without what may differ between two equal ones: its name, its time, what was cached."""
+    if body["stream"]:
+        chunks = []
+        async with client.stream("POST", path, json=body) as reply:
+            assert reply.status_code == 200, await reply.aread()
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+        found = joined(chunks)
+    else:
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        found = {"choices": reply.json()["choices"], "usage": reply.json()["usage"]}
+    assert found["usage"].pop("prompt_tokens_details")["cached_tokens"] >= 0
+    for place in _dicts(found["choices"]):  # a tool call gets a name of its own
+        if place.get("type") == "function" and "id" in place:
+            place["id"] = ""
+    return found
+
+
+def _dicts(value):
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _dicts(each)
+
+
+def test_mixed_requests_at_once_get_their_serial_answers():
+    """150 requests at once, every fifth of which goes away, three times: nothing of that shows in an answer."""
+
+    async def body():
+        requests = [mixed(number) for number in range(150)]
+        going = set(range(3, 150, 5))
+        async with tiny_server() as (address, engine):
+            limits = httpx.Limits(max_connections=200, max_keepalive_connections=0)  # none that a server may just close
+            async with httpx.AsyncClient(base_url=address, timeout=60, limits=limits) as client:
+                alone = [
+                    None if number in going else await answer_of(client, path, body)
+                    for number, (path, body) in enumerate(requests)
+                ]
+                for turn in range(3):
+                    tasks = []
+                    for number, (path, body) in enumerate(requests):
+                        asked = body | {"max_tokens": 300} if number in going else body
+                        tasks.append(asyncio.ensure_future(answer_of(client, path, asked)))
+                    draw = random.Random(turn)
+                    for number in going:
+                        asyncio.get_running_loop().call_later(draw.uniform(0, 0.5), tasks[number].cancel)
+                    together = await asyncio.gather(*tasks, return_exceptions=True)
+                    for number, (one, other) in enumerate(zip(alone, together, strict=True)):
+                        if number not in going:
+                            assert one == other, (number, requests[number])
+                        else:
+                            assert isinstance(other, (dict, asyncio.CancelledError)), other
+                    async with asyncio.timeout(10):
+                        while (stats := engine.stats()).num_running or stats.num_waiting or stats.blocks_in_use:
+                            await asyncio.sleep(0.01)
+            return stats
+
+    stats = asyncio.run(asyncio.wait_for(body(), 120))
+    assert stats.blocks_in_use == 0 and stats.cached_tokens > 0
