@@ -280,6 +280,11 @@ class Carrier(Protocol):
         """The command that its live fork copied, running on, with streams of its own; None: it was not born so."""
         ...
 
+    @property
+    def carried_start(self) -> Start | None:
+        """What that command was started with, in the parent or before."""
+        ...
+
 
 class SandboxBackend(Protocol):
     @property

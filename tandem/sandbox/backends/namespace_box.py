@@ -70,6 +70,10 @@ class NamespaceBox:
     def number(self) -> int:
         return self._number
 
+    @property
+    def carried_start(self) -> Start | None:
+        return None if self.carried is None else self.carried.start
+
     def carry(self, process: NamespaceProcess) -> int:
         """It is born with a copy of a process; its number as a command."""
         assert self.channel is not None

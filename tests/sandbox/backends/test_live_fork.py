@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from box_pieces import SPEC, backend, said, shell
 
-from tandem.core.errors import SandboxGone, SandboxUnavailable
+from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable
 from tandem.sandbox.backend import Ability, Box, Start, Terminal
 from tandem.sandbox.backends.live_fork import obstacle, only_process
 from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
@@ -274,14 +274,55 @@ def test_what_stands_in_the_way_is_named(line: str, why: str) -> None:
     asyncio.run(main())
 
 
-def test_other_commands_and_terminals_are_refused() -> None:
+def test_a_shell_on_a_terminal_goes_on_on_one_of_its_own() -> None:
+    async def main() -> None:
+        start = Start(arguments=["bash", "--norc"], terminal=Terminal(columns=93, rows=27))
+        async with running(start) as (_, box, process):
+            await _typed(process, "x=41; stty -echo; PS1=; echo r'e'ady", "ready")
+            one, two = await fork(box, 2)
+            for child, number in ((one, 1), (two, 2)):
+                copy = carried(child)
+                heard = await _typed(copy, f"x=$((x + {number})); echo is $x on $(stty size); tty; echo don'e'", "done")
+                assert f"is {41 + number} on 27 93" in heard and "/dev/pts/0" in heard
+                await copy.resize(Terminal(columns=60, rows=20))
+                assert "20 60" in await _typed(copy, "stty size; echo agai'n'", "again")
+                await _typed(copy, "sleep 30 & jobs; kill %1; sleep 30; echo bac'k'", "back", interrupt=True)
+            assert "is 41" in await _typed(process, "echo is $x; echo don'e'", "done")
+            await copy_of(one).kill()
+            await carried(two).send_stdin(b"exit 5\n")
+            assert (await carried(two).wait()).code == 5
+
+    asyncio.run(main())
+
+
+async def _typed(process: NamespaceProcess, line: str, end: str, *, interrupt: bool = False) -> str:
+    """What a terminal shows after a line, up to a word; ``interrupt``: control-C when it has shown a job."""
+    heard = ""
+    output = process.output()
+    told = asyncio.ensure_future(anext(output))
+    await asyncio.sleep(0)
+    await process.send_stdin(f"{line}\n".encode())
+    async with asyncio.timeout(20):
+        while end not in heard:
+            heard += (await told).data.decode()
+            told = asyncio.ensure_future(anext(output))
+            if interrupt and "Running" in heard:
+                await asyncio.sleep(0.2)
+                await process.send_stdin(b"\x03")
+                interrupt = False
+                line = f"echo {end}"
+                await process.send_stdin(f"{line}\n".encode())
+    told.cancel()
+    return heard
+
+
+def test_other_commands_are_refused() -> None:
     async def main() -> None:
         async with backend() as made:
             box = await made.create(SPEC, timeout_s=20)
             assert isinstance(box, NamespaceBox)
             assert "no long-lived command" in await refusal(box)
             one = await box.start(Start(arguments=["bash"], terminal=Terminal()))
-            assert "a terminal" in await refusal(box)
             two = await box.start(BASH)
             assert "one command" in await refusal(box)
             await one.kill()
@@ -349,6 +390,37 @@ def test_copies_outlive_their_parent() -> None:
             async with asyncio.timeout(10):
                 while Path(f"/proc/{agent}").exists() or any(folder.exists() for folder in folders):
                     await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_kill_in_the_middle_of_a_fork_leaves_nothing() -> None:
+    async def main() -> None:
+        async with backend() as made:
+            for number in range(12):
+                box = await made.create(SPEC, timeout_s=20)
+                if Ability.LIVE_FORK not in made.abilities:
+                    pytest.skip("no control group counts processes here")
+                assert isinstance(box, NamespaceBox)
+                await box.start(BASH)
+                forking = asyncio.create_task(fork(box, 4))
+                await asyncio.sleep(number * 0.002)
+                await box.kill()
+                try:
+                    children = await forking
+                except SandboxError:
+                    continue
+                for child in children:
+                    if not isinstance(child, Exception):
+                        assert await said(child, "echo whole") == "whole"
+                        await child.kill()
+            groups, keeper = made.cgroups, made.keeper.pid
+            assert groups is not None
+            async with asyncio.timeout(10):
+                while Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split() or any(
+                    each for group in groups.groups for each in group.folder.glob("*/")
+                ):
+                    await asyncio.sleep(0.02)
 
     asyncio.run(main())
 

@@ -92,6 +92,7 @@ def test_a_live_fork_has_the_running_command(client: Client, own: Message):
         child = done(client.post(f"{path}/fork", json={"live": True}), 201).json()[0]["sandbox"]
         try:
             (copied,) = client.call(child, "process.Process/List", {}).json()["processes"]
+            assert copied["config"]["cmd"] == "/bin/bash"
             told = {"stdout": b"", "stderr": b"", "end": None, "error": None}
             selector = {"process": {"pid": copied["pid"]}}
             with client.streaming(child, "process.Process/Connect", selector) as heard:

@@ -428,7 +428,8 @@ static void take(const struct carried *carried) {
     struct command *command = &commands[0];
     uint8_t pid[4];
     *command = (struct command){
-        .used = true, .id = carried->id, .shim = carried->pid, .main = carried->pid, .is_long = true, .status = -1,
+        .used = true, .id = carried->id, .on_terminal = carried->on_terminal,
+        .shim = carried->pid, .main = carried->pid, .is_long = true, .status = -1,
         .input = carried->pipes[0], .pipe = { carried->pipes[1], carried->pipes[2] }, .cap = { UINT64_MAX, UINT64_MAX },
         .started_us = now_us(), .deadline_us = INT64_MAX,
     };

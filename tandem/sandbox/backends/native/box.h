@@ -109,6 +109,7 @@ struct carried {
     uint32_t id, timeout_ms, pid, work_id; /* the command's number, limit (0: none) and process */
     uint64_t watch_bytes;
     int pipes[3];                     /* our ends of stdin, stdout, stderr, -1: none */
+    bool on_terminal;                 /* the first two are its terminal */
 };
 const char *branch_make(struct hold *hold, struct box *box, const struct box_spec *spec, int agent_fd, struct carried *carried);
 int branch_agent(void); /* the program, started by the first process of a branch */

@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -101,6 +102,31 @@ static const char *prepare_first(struct hold *hold, int pipes[3][2]) {
     return NULL;
 }
 
+/* A terminal of the new box with the settings of the old one; ``pipes[0]``: its two ends. */
+static const char *open_terminal(struct hold *hold, int pipes[3][2], struct carried *carried) {
+    uint64_t at = hold->scratch + AT_ADDRESS;
+    struct { char path[32]; uint8_t termios[64], window[8]; int32_t unlock; } words = { .path = "/dev/pts/ptmx" };
+    memcpy(words.termios, hold->termios, sizeof words.termios);
+    memcpy(words.window, hold->window, sizeof words.window);
+    if (!trace_write(&first, at, &words, sizeof words)) return failed("prepare its terminal", 0);
+    long master = trace_call(&first, __NR_openat, AT_FDCWD, at, O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC, 0, 0);
+    if (master < 0) return failed("open its terminal", master);
+    struct call calls[] = {
+        { .number = __NR_ioctl, .a = master, .b = TIOCSPTLCK, .c = at + offsetof(__typeof__(words), unlock) },
+        { .number = __NR_ioctl, .a = master, .b = TIOCSWINSZ, .c = at + offsetof(__typeof__(words), window) },
+        { .number = __NR_ioctl, .a = master, .b = TIOCGPTPEER, .c = O_RDWR | O_NOCTTY },
+    };
+    if (!trace_calls(&first, calls, 3) || calls[0].result) return failed("unlock its terminal", calls[0].result);
+    long slave = calls[2].result;
+    if (slave < 0) return failed("open its terminal", slave);
+    long result = trace_call(&first, __NR_ioctl, slave, TCSETS, at + offsetof(__typeof__(words), termios), 0, 0);
+    if (result) return failed("set its terminal", result);
+    pipes[0][0] = slave;
+    pipes[0][1] = master;
+    carried->on_terminal = true;
+    return NULL;
+}
+
 static const char *make_copy(struct hold *hold, int pipes[3][2], struct carried *carried) {
     long flags = CLONE_VM | (hold->tid_at ? CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID : 0);
     uint64_t at = hold->scratch + AT_ADDRESS;
@@ -121,7 +147,7 @@ static const char *make_copy(struct hold *hold, int pipes[3][2], struct carried 
     copy.room = first.room;
     copy.saved = hold->main.saved;
     carried->pipes[0] = pipes[0][1];
-    carried->pipes[1] = pipes[1][0];
+    carried->pipes[1] = carried->on_terminal ? pipes[0][1] : pipes[1][0];
     carried->pipes[2] = pipes[2][0];
     return NULL;
 }
@@ -189,7 +215,7 @@ static const char *settle_copy(struct hold *hold, int pipes[3][2]) {
     if (!trace_write(&copy, at + AT_POWERS, &powers, sizeof powers) ||
         !trace_write(&copy, at + AT_FOLDER, hold->folder, strlen(hold->folder) + 1))
         return failed("write its memory", 0);
-    struct call calls[24] = {
+    struct call calls[32] = {
         { .number = __NR_chdir, .a = at + AT_FOLDER },
         { .number = __NR_setsid },
         { .number = __NR_prctl, .a = PR_SET_DUMPABLE, .b = 1 },
@@ -202,6 +228,9 @@ static const char *settle_copy(struct hold *hold, int pipes[3][2]) {
         int from = hold->streams[fd];
         if (from >= 0) calls[count++] = (struct call){ .number = __NR_dup2, .a = pipes[from][from ? 1 : 0], .b = fd };
     }
+    if (hold->num_on_terminal) calls[count++] = (struct call){ .number = __NR_ioctl, .a = pipes[0][0], .b = TIOCSCTTY };
+    for (int i = 0; i < hold->num_on_terminal; i++)
+        calls[count++] = (struct call){ .number = __NR_dup2, .a = pipes[0][0], .b = hold->on_terminal[i] };
     size_t num_needed = count;
     for (int i = 0; i < 3; i++)
         for (int end = 0; end < 2 && pipes[i][end] >= 0; end++)
@@ -234,8 +263,9 @@ static const char *raise_branch(struct hold *hold, struct box *box, const struct
     if (!error) error = map_ids(hold->target, first.pid);
     if (!error) error = graft_begin(&graft, box, spec);
     if (!error) error = prepare_first(hold, pipes);
-    if (!error) error = make_copy(hold, pipes, carried);
     if (!error) error = graft_mounted(&graft);
+    if (!error && hold->num_on_terminal) error = open_terminal(hold, pipes, carried);
+    if (!error) error = make_copy(hold, pipes, carried);
     if (!error) error = become_agent(hold, pipes);
     if (!error) error = brief_agent(graft.listener, agent_fd, carried);
     if (!error) error = settle_copy(hold, pipes);

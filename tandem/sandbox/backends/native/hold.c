@@ -90,7 +90,20 @@ static bool harmless(const struct stat *info) { /* null, zero, full, random, ura
     return S_ISCHR(info->st_mode) && major(info->st_rdev) == 1 && (number == 3 || number == 5 || (number > 6 && number < 10));
 }
 
-/* Its standard streams are pipes that are made anew; of anything else the copy would share its parent's. */
+static bool is_terminal(const struct stat *info) {
+    return S_ISCHR(info->st_mode) && major(info->st_rdev) >= 136 && major(info->st_rdev) <= 143; /* of a devpts */
+}
+
+static const char *look_at_terminal(struct hold *hold) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/0", hold->target);
+    int fd = open(path, O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
+    bool good = fd >= 0 && !ioctl(fd, TCGETS, hold->termios) && !ioctl(fd, TIOCGWINSZ, hold->window);
+    if (fd >= 0) close(fd);
+    return good ? NULL : say("its terminal does not tell its settings: %s", strerror(errno));
+}
+
+/* Its standard streams are pipes, or one terminal, that are made anew; of anything else the copy would share its parent's. */
 static const char *look_at_files(struct hold *hold) {
     char path[64], name[256];
     snprintf(path, sizeof path, "/proc/%d/fd", hold->target);
@@ -100,6 +113,7 @@ static const char *look_at_files(struct hold *hold) {
     struct dirent *entry;
     hold->streams[0] = hold->streams[1] = hold->streams[2] = -1;
     ino_t pipes[3] = { 0 };
+    dev_t terminal = 0;
     while (!problem && (entry = readdir(folder))) {
         struct stat info;
         if (!isdigit((unsigned char)entry->d_name[0]) || fstatat(dirfd(folder), entry->d_name, &info, 0)) continue;
@@ -110,14 +124,21 @@ static const char *look_at_files(struct hold *hold) {
             hold->streams[fd] = fd;
             continue;
         }
+        if (is_terminal(&info) && (!terminal || terminal == info.st_rdev) && hold->num_on_terminal < MAX_ON_TERMINAL) {
+            terminal = info.st_rdev;
+            hold->on_terminal[hold->num_on_terminal++] = fd;
+            continue;
+        }
         ssize_t length = readlinkat(dirfd(folder), entry->d_name, name, sizeof name - 1);
         name[length < 0 ? 0 : length] = 0;
-        problem = fd < 3 && S_ISCHR(info.st_mode)
-            ? say("it runs on a terminal (%.200s): start it with plain streams", name)
-            : say("it holds %.200s open (descriptor %d)", name, fd);
+        problem = say("it holds %.200s open (descriptor %d)", name, fd);
     }
     closedir(folder);
-    if (!problem && hold->streams[0] < 0) problem = "it has no stdin to answer on: start it with stdin";
+    bool has_terminal = false;
+    for (int i = 0; i < hold->num_on_terminal; i++) has_terminal = has_terminal || !hold->on_terminal[i];
+    if (!problem && has_terminal) problem = look_at_terminal(hold);
+    else if (!problem && hold->streams[0] < 0) problem = "it has no stdin to answer on: start it with stdin";
+    else if (!problem && hold->num_on_terminal) problem = "its terminal is not its stdin";
     if (pipes[1] && pipes[1] == pipes[2]) hold->streams[2] = 1; /* 2>&1 */
     return problem;
 }

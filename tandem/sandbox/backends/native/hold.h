@@ -3,7 +3,7 @@
 #define TANDEM_HOLD_H
 #include "trace.h"
 
-enum { SCRATCH = 2048, FOLDER_MAX = 1024 };
+enum { SCRATCH = 2048, FOLDER_MAX = 1024, MAX_ON_TERMINAL = 8 };
 
 struct hold {
     struct traced main, shim, agent;
@@ -11,6 +11,8 @@ struct hold {
     pid_t inner;               /* its number in the box */
     int nice;                  /* what it has when it is not held */
     int streams[3];            /* where its 0, 1 and 2 lead: -1 nowhere that matters, 1 for 2: the same as stdout */
+    int on_terminal[MAX_ON_TERMINAL], num_on_terminal; /* descriptors that lead to its one terminal, 0 among them ... */
+    uint8_t termios[64], window[8];                    /* ... whose settings these are, as the kernel has them */
     char folder[FOLDER_MAX];
     uint64_t scratch;          /* on its stack, unused: we write there, and put back ... */
     uint8_t old[SCRATCH];      /* ... this */

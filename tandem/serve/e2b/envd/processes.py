@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from tandem.core.errors import SandboxGone
-from tandem.sandbox.backend import HOME, Outcome, Process, Start, Terminal
+from tandem.sandbox.backend import HOME, Carrier, Outcome, Process, Start, Terminal
 from tandem.serve.e2b.boxes import Entry
 from tandem.serve.e2b.envd.connect import Call, Message, Service, with_keepalive
 from tandem.serve.e2b.faults import Code, Fault
@@ -86,9 +86,11 @@ def service_of(entry: Entry) -> Service:
 def _table(entry: Entry) -> ProcessTable:
     """A box of a live fork has a command that nobody started."""
     table = ProcessTable()
-    carried = entry.session.commands.carried
-    if carried is not None:
-        table.add(carried, {"cmd": "(a copy of its parent's command)"}, "", terminal=False)
+    box = entry.session.box
+    if isinstance(box, Carrier) and box.carried is not None and (start := box.carried_start) is not None:
+        command, *arguments = start.arguments
+        asked: Message = {"cmd": command, "args": arguments, "cwd": start.folder, "envs": dict(start.environment)}
+        table.add(box.carried, asked, "", terminal=start.terminal is not None)
     return table
 
 
