@@ -25,7 +25,8 @@ from collections.abc import Awaitable, Callable
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxSpec
 from tandem.record.sinks.nowhere import NowhereSink
-from tandem.sandbox.backend import Ability, Call, Root
+from tandem.sandbox.abilities import Ability
+from tandem.sandbox.backend import Call, Root
 from tandem.sandbox.backends.frozen import NamespaceFrozen
 from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.backends.namespace_box import NamespaceBox

@@ -21,7 +21,7 @@ from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
 from tandem.record.sinks.nowhere import NowhereSink
-from tandem.sandbox.backend import Ability
+from tandem.sandbox.abilities import Ability
 from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import Life
 from tandem.sandbox.session import Session

@@ -20,7 +20,7 @@ from tandem.app.supervise import FAILED, FINISHED, supervise
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.backend import SandboxBackend
-from tandem.sandbox.backends.namespace import NamespaceBackend
+from tandem.sandbox.factory import make_backend
 from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.serve.e2b.access import Access, kept_secret, make_key
@@ -74,8 +74,7 @@ async def sandbox_app(
     """The application, for as long as the context lasts."""
     options.state.mkdir(parents=True, exist_ok=True, mode=0o700)
     library = ImageLibrary(options.images)
-    if backend is None and section.backend == "namespace":
-        backend = NamespaceBackend(state_folder=options.state)  # its boxes outlive a killed server
+    backend = backend or make_backend(section, options.state)  # its boxes may outlive a killed server
     manager = SandboxManager(
         section, NowhereSink(), backend=backend, state=options.state, templates=library.root
     )

@@ -9,6 +9,14 @@ import enum
 from dataclasses import dataclass, field
 
 
+class Isolation(enum.IntEnum):
+    """What stands between a box and the host; a larger one is stronger."""
+
+    SHARED_KERNEL = 1  # namespaces: holds careless code
+    USER_KERNEL = 2  # a kernel in user space between box and host (gVisor)
+    MACHINE = 3  # a virtual machine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
     memory_bytes: int = 512 * 2**20
@@ -37,13 +45,15 @@ class NetworkPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """A request for a box: template ``host`` is this machine's ``/usr`` read-only, all else private."""
+    """A request for a box: template ``host`` is this machine's ``/usr`` read-only, all else private. ``isolation``
+    is the least that will do."""
 
     template: str = "host"
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     environment: dict[str, str] = field(default_factory=dict)
     hostname: str = "box"
     network: NetworkPolicy = NetworkPolicy()
+    isolation: Isolation = Isolation.SHARED_KERNEL
 
 
 class SandboxState(enum.StrEnum):

@@ -10,36 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from tandem.core.boxes import NetworkPolicy, SandboxSpec
-from tandem.core.errors import SandboxUnavailable
+from tandem.core.boxes import Isolation, NetworkPolicy, SandboxSpec
+from tandem.sandbox.abilities import Ability
 
 HOME = "/home/agent"
-
-
-class Isolation(IntEnum):
-    """What stands between a box and the host; a larger one is stronger."""
-
-    SHARED_KERNEL = 1  # namespaces: holds careless code
-    USER_KERNEL = 2  # a kernel in user space between box and host (gVisor)
-    MACHINE = 3  # a virtual machine
-
-
-class Ability(StrEnum):
-    PAUSE = "pause"
-    COLD_PAUSE = "cold_pause"  # a paused box gives its memory back
-    SNAPSHOT = "snapshot"  # files
-    LIVE_SNAPSHOT = "live_snapshot"  # files and running processes, durable
-    LIVE_FORK = "live_fork"  # siblings with the running processes of their parent
-    PROCESSES = "processes"  # long-lived commands with stdin and signals
-    TERMINAL = "terminal"  # pseudo-terminals
-    NETWORK = "network"  # a policy other than "none"
-    PORTS = "ports"  # the host connects to ports in the box
-    IMAGES = "images"  # roots made of layers, not only the host template
-    USAGE = "usage"
 
 
 class CallKind(StrEnum):
@@ -320,9 +298,3 @@ class SandboxBackend(Protocol):
     async def close(self) -> None:
         """Kill all boxes; afterwards nothing of any of them is left."""
         ...
-
-
-def refuse(backend: str, ability: Ability, *, others: Sequence[str] = ()) -> SandboxUnavailable:
-    """The error for a verb that a backend has not; ``others`` are backends that have it."""
-    hint = f"backends that can: {', '.join(others)}" if others else "`tandem doctor` shows what this machine can do"
-    return SandboxUnavailable(f"the {backend} backend cannot {ability.replace('_', ' ')} here", hint=hint)

@@ -17,7 +17,8 @@ from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, TandemError
 from tandem.core.events import SandboxCreated, SandboxFailed
 from tandem.core.protocols import EventSink
-from tandem.sandbox.backend import Ability, Box, Root, refuse
+from tandem.sandbox.abilities import Ability, refuse
+from tandem.sandbox.backend import Box, Root
 from tandem.sandbox.entry import Entry
 from tandem.sandbox.pool import Pool
 from tandem.sandbox.records import BoxRecord, Child, Life, now

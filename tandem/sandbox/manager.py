@@ -10,27 +10,26 @@ Refuses: to create after ``close``. Invariant: a box is in the table from before
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.boxes import SandboxLimits, SandboxSpec, SandboxState
+from tandem.core.boxes import Isolation, SandboxLimits, SandboxSpec, SandboxState
 from tandem.core.errors import (
-    PluginError,
     SandboxError,
     SandboxGone,
     SandboxUnavailable,
-    boundary,
 )
 from tandem.core.events import SandboxFailed, SandboxKilled
 from tandem.core.protocols import EventSink
-from tandem.core.registry import Registry
+from tandem.sandbox.abilities import Ability, refuse
 from tandem.sandbox.audit import AuditLog
-from tandem.sandbox.backend import Ability, Box, Root, SandboxBackend, Usage, refuse
+from tandem.sandbox.backend import Box, Root, SandboxBackend, Usage
 from tandem.sandbox.births import Births, Templates
 from tandem.sandbox.deadlines import Deadlines
 from tandem.sandbox.entry import Entry
+from tandem.sandbox.factory import make_backend
 from tandem.sandbox.pool import Pool
 from tandem.sandbox.records import (
     BoxRecord,
@@ -49,7 +48,6 @@ from tandem.sandbox.store import BlobStore
 from tandem.sandbox.table import MemoryTable, SqliteTable
 from tandem.sandbox.transitions import Transitions
 
-BACKENDS = {"namespace": "tandem.sandbox.backends.namespace:NamespaceBackend"}
 MOST_CHILDREN = 100
 PAGE_BOXES = 100
 WARM_SPECS = 4  # a server keeps boxes warm for the last few that were asked for
@@ -68,6 +66,7 @@ def spec_of(section: SandboxSection) -> SandboxSpec:
             output_bytes=section.output_kb * 2**10,
             lifetime_s=section.lifetime_s,
         ),
+        isolation=Isolation[section.isolation.upper()],
     )
 
 
@@ -98,7 +97,7 @@ class SandboxManager:
         """
         self._section = section
         self._sink = sink
-        self._backend = backend or _make_backend(section.backend)
+        self._backend = backend or make_backend(section)
         self._pool = Pool(self._make, size=section.warm, num_specs=1 if state is None else WARM_SPECS)
         self._table = MemoryTable() if state is None else SqliteTable(state)
         if state is not None:
@@ -404,9 +403,3 @@ def _place_of(token: str) -> tuple[float, str]:
         return float(created_at), sandbox_id
     except ValueError:
         raise ValueError(f"{token!r} is no page of a list") from None
-
-
-def _make_backend(name: str) -> SandboxBackend:
-    factory = Registry("sandbox", BACKENDS).resolve(name)
-    with boundary(PluginError, f"sandbox backend {name!r} cannot be made"):
-        return cast(Callable[[], SandboxBackend], factory)()

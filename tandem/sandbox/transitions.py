@@ -17,7 +17,8 @@ from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SnapshotError, boundary
 from tandem.core.events import SandboxFailed, SandboxMoved
 from tandem.core.protocols import EventSink
-from tandem.sandbox.backend import Ability, Box, Root, SandboxBackend, refuse
+from tandem.sandbox.abilities import Ability, refuse, refuse_isolation
+from tandem.sandbox.backend import Box, Root, SandboxBackend
 from tandem.sandbox.entry import Entry
 from tandem.sandbox.records import PauseMode, SnapshotRecord, now
 from tandem.sandbox.snapshot import Snapshots
@@ -88,9 +89,7 @@ class Transitions:
             return True
 
     async def snapshot(self, entry: Entry, *, name: str, live: bool, durable: bool) -> SnapshotRecord:
-        if live:
-            self._require(Ability.LIVE_SNAPSHOT)
-        self._require(Ability.SNAPSHOT)
+        self._require(Ability.LIVE_SNAPSHOT if live else Ability.SNAPSHOT)
         if durable and not self.snapshots.can_keep:
             raise SnapshotError("a durable snapshot needs a store", hint="give the manager a state folder")
         async with entry.turn():
@@ -164,6 +163,8 @@ class Transitions:
 
     async def make(self, spec: SandboxSpec, *, root: Root | None = None) -> Box:
         """A box. Raises SandboxUnavailable, SandboxError, SandboxTimeout."""
+        if spec.isolation > self.backend.isolation:
+            raise refuse_isolation(self.backend.name, self.backend.isolation, spec.isolation)
         if root is None:
             return await self.backend.create(spec, timeout_s=self.create_timeout_s)
         return await self.backend.create(spec, root=root, timeout_s=self.create_timeout_s)

@@ -15,19 +15,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.core.boxes import SandboxSpec
+from tandem.core.boxes import Isolation, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable
-from tandem.sandbox.backend import (
-    HOME,
-    Ability,
-    Call,
-    CallKind,
-    Isolation,
-    Layer,
-    Outcome,
-    Root,
-    Usage,
-)
+from tandem.sandbox.abilities import Ability
+from tandem.sandbox.backend import HOME, Call, CallKind, Layer, Outcome, Root, Usage
 
 
 class FolderFrozen:

@@ -11,7 +11,7 @@ from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
 from tandem.core.events import AnyEvent, SandboxMoved
-from tandem.sandbox.backend import Ability
+from tandem.sandbox.abilities import Ability
 from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import Life, OnTimeout, PauseMode
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ordinary_user import as_ordinary_user
 
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxLimits, SandboxSpec, SandboxState
@@ -25,7 +25,6 @@ from tandem.sandbox.manager import SandboxManager
 
 MIB = 2**20
 SPEC = SandboxSpec(limits=SandboxLimits(memory_bytes=192 * MIB, disk_bytes=32 * MIB, pids=32))
-ORDINARY_USER = 1000
 
 
 class MemorySink:
@@ -81,29 +80,6 @@ async def in_place(function: Callable[[Place], Awaitable[None]], cache: Path, wa
     finally:
         await manager.close()
     assert not manager.live
-
-
-def as_ordinary_user(run: Callable[[], None]) -> None:
-    """Run in a child without privileges; its failure is ours."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setgroups([])
-            os.setresgid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
-            os.setresuid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
-            run()
-            code = 0
-        except BaseException:
-            os.write(writer, traceback.format_exc().encode()[-60_000:])
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        report = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0, report
 
 
 MODES = ["root", "ordinary"] if os.geteuid() == 0 else ["ordinary"]

@@ -22,14 +22,14 @@ def list_plugins() -> None:
     from tandem.core.registry import KINDS, Registry
     from tandem.envs.environment import registry as environments
     from tandem.models.family import families
-    from tandem.sandbox.manager import BACKENDS
+    from tandem.sandbox.factory import backends
     from tandem.text.tool_format import BUILTIN as PARSERS
 
     known = {
         "environment": environments(),
         "algorithm": algorithms(),
         "model": families(),
-        "sandbox": Registry("sandbox", BACKENDS),
+        "sandbox": backends(),
         "parser": Registry("parser", PARSERS),
     }
     for kind in KINDS:

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from tandem.config.sections.section import Section
 
 
+class RemoteSection(Section):
+    url: str = ""
+    """Control plane of the E2B-compatible service that gives the boxes, for example another machine's
+    `tandem sandbox serve`. Empty: E2B's own."""
+    box_url: str = ""
+    """Where the service's boxes are reached. Empty: at `url`, and for E2B's own at the names that it gives."""
+    key_variable: str = "E2B_API_KEY"
+    """Environment variable that holds the service's key."""
+    template: str = "base"
+    """The service's template that stands for `host`."""
+    isolation: Literal["shared_kernel", "user_kernel", "machine"] = "shared_kernel"
+    """How the service isolates its boxes, as you know it: nothing in the protocol says so."""
+
+
 class SandboxSection(Section):
     backend: str = "namespace"
-    """Sandbox backend. There is none without isolation."""
+    """Sandbox backend: `namespace`, `gvisor`, `remote`, or a plug-in's. There is none without isolation."""
+    isolation: Literal["shared_kernel", "user_kernel", "machine"] = "shared_kernel"
+    """The least isolation that will do; a backend that has less is refused. `shared_kernel` holds careless code,
+    `user_kernel` (gVisor) and `machine` (a virtual machine) hold hostile code."""
+    remote: RemoteSection = RemoteSection()
     template: str = "host"
     """What a box is made from: `host` is this machine's `/usr`, read-only; everything else is private."""
     memory_mb: int = Field(default=512, ge=8)

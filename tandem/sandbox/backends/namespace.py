@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tandem.core.boxes import SandboxLimits, SandboxSpec
+from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import Isolation, SandboxLimits, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
-from tandem.sandbox.backend import Ability, Box, Isolation, Root, refuse
+from tandem.sandbox.abilities import Ability, refuse
+from tandem.sandbox.backend import Box, Root
 from tandem.sandbox.backends.adoption import GROUPS, SOCKET, keeper_at, listen, pack_root, unpack_root
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import SPARE_PIDS, Cgroups, sweep
@@ -178,7 +180,7 @@ class NamespaceBackend:
         return box
 
     async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> Box:
-        raise refuse(self.name, Ability.LIVE_SNAPSHOT, others=("gvisor",))
+        raise refuse(self.name, Ability.LIVE_SNAPSHOT)
 
     async def adopt(self) -> dict[str, Box]:
         """Raises SandboxUnavailable: the earlier process still lives, or its boxes are of another version."""
@@ -327,6 +329,11 @@ class NamespaceBackend:
             box.channel.end(how)
         with contextlib.suppress(asyncio.InvalidStateError):
             box.gone.set_result(how)
+
+
+def make(section: SandboxSection, state: Path | None) -> NamespaceBackend:
+    """The backend as a recipe names it."""
+    return NamespaceBackend(state_folder=state)
 
 
 def _nobody(problem: str | None) -> None:

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from tandem.core.boxes import NetworkPolicy, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SnapshotError
-from tandem.sandbox.backend import Ability, Box, Call, Layer, Outcome, Root, Start, Usage, refuse
+from tandem.sandbox.abilities import Ability, refuse
+from tandem.sandbox.backend import Box, Call, Layer, Outcome, Root, Start, Usage
 from tandem.sandbox.backends.cgroups import Cgroups
 from tandem.sandbox.backends.channel import Channel
 from tandem.sandbox.backends.frames import Frame
@@ -163,7 +164,7 @@ class NamespaceBox:
             SnapshotError: no room for the copy, no layers on this kernel.
         """
         if live:
-            raise refuse("namespace", Ability.LIVE_SNAPSHOT, others=("gvisor",))
+            raise refuse("namespace", Ability.LIVE_SNAPSHOT)
         async with self._moving:
             freezer, was_paused = self._freezer_now(), self.paused
             if not was_paused:
@@ -177,7 +178,7 @@ class NamespaceBox:
     async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
         """Copies of its one long-lived command, which must wait for input; see ``live_fork``."""
         if Ability.LIVE_FORK not in self._around.abilities:
-            raise refuse("namespace", Ability.LIVE_FORK, others=("gvisor",))
+            raise refuse("namespace", Ability.LIVE_FORK))
         async with self._moving:
             was_paused = self.paused
             self._go()

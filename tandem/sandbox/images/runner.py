@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import BuildFailed, SandboxTimeout
-from tandem.sandbox.backend import Ability, Box, Layer, Root, SandboxBackend, Start, refuse
+from tandem.sandbox.abilities import Ability, refuse
+from tandem.sandbox.backend import Box, Layer, Root, SandboxBackend, Start
 from tandem.sandbox.images.layer_tar import layer_to_tar
 from tandem.sandbox.images.store import LayerStore
 from tandem.sandbox.images.view import open_layer

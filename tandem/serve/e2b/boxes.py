@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError, SandboxGone
-from tandem.sandbox.backend import Ability, Process, Start, Usage, refuse
+from tandem.sandbox.abilities import Ability, refuse
+from tandem.sandbox.backend import Process, Start, Usage
 from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import BoxRecord, Life, LogLine, PauseMode, SnapshotRecord

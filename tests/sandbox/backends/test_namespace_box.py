@@ -12,7 +12,8 @@ from box_pieces import OLDER, SPEC, backend, said, shell
 from image_pieces import system_layer
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
-from tandem.sandbox.backend import Ability, Root, Start
+from tandem.sandbox.abilities import Ability
+from tandem.sandbox.backend import Root, Start
 from tandem.sandbox.backends.freezer import Freezer, has_swap
 from tandem.sandbox.backends.mounts import MountChoice, MountWay
 from tandem.sandbox.images.store import LayerStore

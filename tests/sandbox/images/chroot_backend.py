@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tandem.core.boxes import SandboxSpec
-from tandem.sandbox.backend import Ability, Layer, LayerKind, Outcome, Piece, Root, Start
+from tandem.sandbox.abilities import Ability
+from tandem.sandbox.backend import Layer, LayerKind, Outcome, Piece, Root, Start
 from tandem.sandbox.images.view import open_layer
 
 

@@ -19,7 +19,8 @@ from image_pieces import Image, Registry, make_tar, member, serving, system_laye
 
 from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import BuildFailed, ConfigError, SandboxError, SandboxUnavailable
-from tandem.sandbox.backend import Ability, Call
+from tandem.sandbox.abilities import Ability
+from tandem.sandbox.backend import Call
 from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.images.library import BuildRequest, ImageLibrary, Lease
 from tandem.sandbox.images.steps import decode_steps

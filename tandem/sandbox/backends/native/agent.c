@@ -361,20 +361,26 @@ static void watch_memory(uint64_t limit) {
     kill(all[largest].pid, SIGKILL);
 }
 
-static bool deadline_passed(void) {
+static bool overdue(const struct command *command, int64_t now) {
+    return command->used && !command->gone && command->deadline_us <= now;
+}
+
+/* Kept in two steps, because a pause may come and go between any two instructions here: what the supervisor says of a
+ * pause is in the socket before the box goes on, so whatever is late by ``now`` is judged after the socket was read. */
+static void keep_deadlines(uint32_t work_id, bool switch_user) {
+    int64_t now = now_us();
+    bool late = false;
+    for (int i = 0; i < MAX_COMMANDS; i++) late = late || overdue(&commands[i], now);
+    if (!late) return;
+    if (receive()) on_frames(work_id, switch_user);
     for (int i = 0; i < MAX_COMMANDS; i++)
-        if (commands[i].used && !commands[i].gone && commands[i].deadline_us <= now_us()) return true;
-    return false;
+        if (overdue(&commands[i], now)) kill_command(&commands[i], TIMED_OUT);
 }
 
 static int64_t next_deadline(void) {
-    int64_t next = INT64_MAX, now = now_us();
-    for (int i = 0; i < MAX_COMMANDS; i++) {
-        struct command *command = &commands[i];
-        if (!command->used || command->gone) continue;
-        if (command->deadline_us <= now) kill_command(command, TIMED_OUT);
-        else if (command->deadline_us < next) next = command->deadline_us;
-    }
+    int64_t next = INT64_MAX;
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].gone && commands[i].deadline_us < next) next = commands[i].deadline_us;
     return next;
 }
 
@@ -386,9 +392,9 @@ static int wait_ms(uint64_t watch_bytes) {
     }
     int64_t next = next_deadline();
     if (draining) return 1;
-    int64_t wait = next == INT64_MAX ? -1 : (next - now_us()) / 1000 + 1;
+    int64_t left = next == INT64_MAX ? 0 : next - now_us();
+    int64_t wait = next == INT64_MAX ? -1 : left <= 0 ? 0 : left / 1000 + 1;
     if (wait > 1 << 30) wait = 1 << 30;
-    if (wait < -1) wait = 0;
     return watch_bytes && busy && (wait < 0 || wait > WATCH_MS) ? WATCH_MS : (int)wait;
 }
 
@@ -454,8 +460,7 @@ void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes
     emit(HELLO, 0, hello, sizeof hello);
     if (carried) take(carried);
     for (;;) {
-        /* A pause may have ended just now: what it says about deadlines is read before any is kept. */
-        if (deadline_passed() && receive()) on_frames(work_id, switch_user);
+        keep_deadlines(work_id, switch_user);
         flush();
         size_t count = gather(sources, owners);
         sources[0] = (struct pollfd){ sock, POLLIN | (out_length ? POLLOUT : 0), 0 };
