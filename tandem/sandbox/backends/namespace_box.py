@@ -178,7 +178,7 @@ class NamespaceBox:
     async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
         """Copies of its one long-lived command, which must wait for input; see ``live_fork``."""
         if Ability.LIVE_FORK not in self._around.abilities:
-            raise refuse("namespace", Ability.LIVE_FORK))
+            raise refuse("namespace", Ability.LIVE_FORK)
         async with self._moving:
             was_paused = self.paused
             self._go()
