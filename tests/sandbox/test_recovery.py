@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxSpec, SandboxState
 from tandem.core.errors import SandboxError
 from tandem.sandbox.audit import read, verify
+from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import BoxRecord
 from tandem.sandbox.recovery import rest_of
@@ -144,3 +146,86 @@ def test_a_box_that_cannot_be_brought_to_rest_is_ended(tmp_path: Path) -> None:
 ])
 def test_every_move_leads_back_to_where_it_began(state: SandboxState, intent: str, rest: SandboxState) -> None:
     assert rest_of(BoxRecord(id="x", spec=SandboxSpec(), state=state, intent=intent)) is rest
+
+
+SERVER = """
+import asyncio, json, os, signal, sys
+from pathlib import Path
+from tandem.config.sections.sandbox import SandboxSection
+from tandem.core.boxes import SandboxSpec
+from tandem.record.sinks.nowhere import NowhereSink
+from tandem.sandbox.backends.freezer import Freezer
+from tandem.sandbox.backends.namespace import NamespaceBackend
+from tandem.sandbox.backends.namespace import NamespaceBackend
+from tandem.sandbox.manager import SandboxManager
+from tandem.sandbox.records import PauseMode
+
+async def main():
+    state = Path(sys.argv[1])
+    backend = NamespaceBackend(state_folder=state, grace_s=30)
+    manager = SandboxManager(SandboxSection(warm=0), NowhereSink(), backend=backend, state=state)
+    await manager.open()
+    boxes = {name: await manager.create(SandboxSpec()) for name in ("running", "warm", "files", "pausing")}
+    for name, session in boxes.items():
+        await session.files.write("name", name)
+        await session.commands.run("while :; do echo >> ticks; sleep 0.02; done & echo", timeout_s=20)
+    await manager.pause(boxes["warm"].id)
+    await manager.pause(boxes["files"].id, mode=PauseMode.FILES)
+    print(json.dumps({name: session.id for name, session in boxes.items()}), flush=True)
+    freeze = Freezer.freeze
+
+    async def last(self):
+        await freeze(self)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Freezer.freeze = last
+    await manager.pause(boxes["pausing"].id)
+
+asyncio.run(main())
+"""
+
+
+def test_namespaces_a_server_killed_in_the_middle_of_a_pause_loses_no_box(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SERVER, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
+    ids: dict[str, str] = json.loads(done.stdout)
+
+    async def main() -> None:
+        backend = NamespaceBackend(state_folder=tmp_path)
+        manager = SandboxManager(SandboxSection(warm=0), Nowhere(), backend=backend, state=tmp_path)
+        recovery = await manager.open()
+        try:
+            assert set(recovery.adopted) == set(ids.values()) and recovery.undone == [ids["pausing"]]
+            assert recovery.strays == 0 and not recovery.lost and not recovery.swept
+            states = {name: manager.get(each).state for name, each in ids.items()}
+            still = {"warm": SandboxState.PAUSED, "files": SandboxState.PAUSED}
+            assert states == {"running": SandboxState.RUNNING, "pausing": SandboxState.RUNNING, **still}
+            for name in ("warm", "files"):
+                assert await manager.resume(ids[name])
+            for name, each in ids.items():
+                session = manager.session(each)
+                assert await session.files.read("name") == name.encode()
+                ticking = "a=$(wc -l < ticks); sleep 0.3; test $(wc -l < ticks) -gt $a && echo goes"
+                told = await session.commands.run(ticking, timeout_s=20)
+                assert told.stdout == ("" if name == "files" else "goes\n")  # of that one the files count only
+        finally:
+            await manager.close()
+        assert not [path for path, _, _ in os.walk("/sys/fs/cgroup") if f"-{keeper_of(tmp_path)}-" in path]
+
+    asyncio.run(main())
+
+
+def keeper_of(folder: Path) -> str:
+    """From the names of its control groups; a word that no path has where there are none."""
+    groups = json.loads((folder / "cgroups.json").read_text())
+    return groups[0][0].rsplit("/", 1)[-1].split("-")[2] if groups else "none"
+
+
+def test_namespaces_cycles_crashes_and_killed_servers_leave_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/sandbox_leaks.py"), "--cycles", "24"], cwd=ROOT, capture_output=True,
+        text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "24 cycles" in done.stdout and done.stdout.count(" 0 left") == 6
