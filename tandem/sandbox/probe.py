@@ -18,6 +18,7 @@ from tandem.core.errors import TandemError
 from tandem.sandbox.backend import Call
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import CONTROLLERS, Cgroups
+from tandem.sandbox.backends.live_fork import obstacle
 from tandem.sandbox.backends.mounts import Mounts, MountWay
 from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
 
@@ -37,7 +38,7 @@ class Feature:
 def probe(*, cache: Path | None = None) -> list[Feature]:
     """Look at everything, last of all at a real box. Takes well under a second once the program is compiled. Runs an
     event loop of its own: call it from a thread that has none."""
-    features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups()]
+    features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups(), _live_fork()]
     return [*features, *asyncio.run(_box(cache))]
 
 
@@ -97,6 +98,15 @@ def _ids() -> Feature:
         feature="id ranges", ok=None,
         detail="one id for all of a box; its user also owns the box's system folders",
         remedy="run as root for stronger separation",
+    )
+
+
+def _live_fork() -> Feature:
+    why = obstacle() or ("" if may_map_ranges() else "boxes have one id only")
+    return Feature(
+        feature="live fork", ok=None if why else True,
+        detail=f"none: {why}; forks are of files" if why else "of one interpreter or shell",
+        remedy="run as root on x86-64, outside seccomp filters" if why else "",
     )
 
 

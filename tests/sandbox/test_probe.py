@@ -11,6 +11,7 @@ from tandem.sandbox.probe import probe
 def test_a_capable_machine_is_shown_as_such() -> None:
     features = {feature.feature: feature for feature in probe()}
     assert "overlays" in features["roots"].detail
+    assert bool(features["live fork"].ok) == features["live fork"].detail.startswith("of one")
     assert features["a box"].ok and "python3" in features["a box"].detail
     assert all(feature.ok is not False for feature in features.values())
     assert all(feature.remedy for feature in features.values() if not feature.ok)
