@@ -69,8 +69,15 @@ class Freezer:
             return  # it is gone, and so is its group
 
     def processes(self) -> list[int]:
-        """The box's processes, the agent first."""
-        return [self.agent, *_below(self.agent)]
+        """The box's processes. Below the agent there are also those of boxes that live forks made of this one: the
+        control group, where there is one, knows better."""
+        folder = self._unified or self._legacy
+        if folder is None:
+            return [self.agent, *_below(self.agent)]
+        try:
+            return [int(pid) for pid in (folder / "cgroup.procs").read_text().split()]
+        except FileNotFoundError:
+            return []
 
     def cpu_s(self) -> float | None:
         """CPU seconds of the processes there are and of those they waited for; where no group counts them."""

@@ -16,6 +16,7 @@ from box_pieces import SPEC, backend, said, shell
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable
 from tandem.sandbox.backend import Ability, Box, Start, Terminal
+from tandem.sandbox.backends.freezer import Freezer
 from tandem.sandbox.backends.live_fork import obstacle, only_process
 from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
 from tandem.sandbox.backends.namespace_box import NamespaceBox
@@ -203,6 +204,27 @@ def test_a_copy_sees_its_own_box_only() -> None:
             for child in (one, two):
                 usage = await child.usage()
                 assert usage.processes == 2 and usage.memory_bytes
+
+    asyncio.run(main())
+
+
+def test_a_paused_parent_stays_paused_and_stands_alone() -> None:
+    async def main() -> None:
+        async with running() as (made, box, process):
+            await Talk(process).ask("x=5")
+            await box.pause()
+            child = copy_of((await fork(box))[0])
+            assert box.paused and await Talk(carried(child)).ask("echo $x") == "5"
+            asked = asyncio.create_task(Talk(process).ask("echo $((x + 1))"))
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            groups = made.cgroups
+            assert groups is not None
+            freezer = Freezer(groups.folders_of(box.number), made.keeper.pids[box.number])
+            others = {made.keeper.pids[child.number]}
+            assert len(freezer.processes()) == 3 and not others & set(freezer.processes())
+            await box.resume()
+            assert await asked == "6"
 
     asyncio.run(main())
 
