@@ -5,8 +5,10 @@ Owns: construction and the order of closing. Nothing outside this file knows whi
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,11 +22,12 @@ from tandem.app.preflight import ModelFiles, Ready, pick_device
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError, RecordError, writing
 from tandem.core.events import EvaluationFinished
-from tandem.core.protocols import EventSink
+from tandem.core.protocols import EventSink, TokenEngine
 from tandem.core.types import WeightVersion
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
 from tandem.engine.memory import keep_freed_memory
+from tandem.engine.process.client import ProcessEngine, Program, ending_with
 from tandem.engine.weights import PublishedWeights
 from tandem.kernels.self_check import proven
 from tandem.models.builtin import resolve_model
@@ -47,7 +50,7 @@ class Parts:
     ready: Ready
     weights: PublishedWeights
     compute: ComputeQueue
-    engine: InferEngine
+    engine: TokenEngine
     rollout: RolloutDriver
 
     async def load(self, version: WeightVersion) -> None:
@@ -82,6 +85,11 @@ def load_for_training(recipe: Recipe, path: Path) -> CausalLM:
     """The weights that the recipe starts from, with the adapters it asks for."""
     dtype, device = DTYPES[recipe.model.dtype], pick_device(recipe.model.device)
     model = load_model(path, dtype=dtype, device=device, numerics=proven(recipe.engine.numerics, dtype, device))
+    return with_adapters(model, recipe)
+
+
+def with_adapters(model: CausalLM, recipe: Recipe) -> CausalLM:
+    """The model with the adapters that the recipe asks for."""
     lora = recipe.lora
     if lora.path:
         return load_adapters(model, Path(lora.path))
@@ -113,7 +121,7 @@ class LiveModel:
 
     weights: PublishedWeights
     compute: ComputeQueue
-    engine: InferEngine
+    engine: TokenEngine
 
 
 @asynccontextmanager
@@ -124,20 +132,52 @@ async def engine_of(recipe: Recipe, files: ModelFiles) -> AsyncIterator[LiveMode
     try:
         model = load_for_training(recipe, files.path)
         weights = PublishedWeights(model)
-        engine = InferEngine(
-            model,
-            weights,
-            recipe.engine,
-            compute,
-            max_context_tokens=files.max_context_tokens,
-            eos_ids=files.spec.eos_ids,
-        )
-        try:
+        async with _engine_on(recipe, files, weights, compute) as engine:
             yield LiveModel(weights=weights, compute=compute, engine=engine)
-        finally:
-            await engine.close()
     finally:
         compute.close()
+
+
+@asynccontextmanager
+async def _engine_on(
+    recipe: Recipe, files: ModelFiles, weights: PublishedWeights, compute: ComputeQueue
+) -> AsyncIterator[TokenEngine]:
+    if recipe.engine.process:
+        program = _program(recipe, files, numerics=weights.model.ops.numerics)
+        apart = await ProcessEngine.started(program, weights, compute)
+        try:
+            async with ending_with(apart):
+                yield apart
+        finally:
+            await apart.close()
+        return
+    engine = InferEngine(
+        weights.model,
+        weights,
+        recipe.engine,
+        compute,
+        max_context_tokens=files.max_context_tokens,
+        eos_ids=files.spec.eos_ids,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def _program(recipe: Recipe, files: ModelFiles, *, numerics: str) -> Program:
+    """The engine of a recipe in a process of its own, whose self-check chose ``numerics``."""
+    settings = {
+        "recipe": recipe.model_dump(mode="json"),
+        "path": str(files.path),
+        "numerics": numerics,
+        "max_context_tokens": files.max_context_tokens,
+    }
+    return Program(
+        command=(sys.executable, "-m", "tandem.app.engine_process"),
+        settings=json.dumps(settings),
+        transport=recipe.engine.transport,
+    )
 
 
 @asynccontextmanager

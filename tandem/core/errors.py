@@ -46,6 +46,10 @@ class ModelError(EngineError):
     """A model folder or file is missing, broken or unsupported."""
 
 
+class EngineLost(EngineError):
+    """The engine's own process ended."""
+
+
 class PromptTooLong(EngineError):
     """The prompt does not fit the context."""
 

@@ -9,9 +9,13 @@ its own therefore sees weights and ``version`` that belong together.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from tandem.core.errors import EngineError
 from tandem.core.types import WeightVersion
 from tandem.models.causal_lm import CausalLM
 
@@ -22,6 +26,7 @@ class PublishedWeights:
     def __init__(self, model: CausalLM, *, number: int = 0, step: int = 0) -> None:
         self.model = model
         self._current = WeightVersion(number=number, step=step)
+        self.changes = 0  # how often they were named anew: a number alone may come again from a checkpoint
 
     @property
     def version(self) -> int:
@@ -40,7 +45,31 @@ class PublishedWeights:
     def set(self, number: int, step: int) -> WeightVersion:
         """Name weights that came from elsewhere, as a checkpoint's do."""
         self._current = WeightVersion(number=number, step=step)
+        self.changes += 1
         return self._current
+
+    def point_to(self, tensors: Mapping[str, Tensor], version: WeightVersion) -> None:
+        """Compute on these tensors, by name, from now on, and name them; call it in a compute job. Nothing is
+        copied; copies that operations have prepared of the old ones are made anew.
+
+        Raises:
+            EngineError: the names or shapes are not the model's.
+        """
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        if own.keys() != tensors.keys():
+            names = ", ".join(sorted(own.keys() ^ tensors.keys())[:3])
+            raise EngineError(f"weights {version.number} are not this model's: {names} on one side only")
+        for name, mine in own.items():
+            if mine.shape != tensors[name].shape or mine.dtype is not tensors[name].dtype:
+                theirs = tensors[name]
+                raise EngineError(
+                    f"weights {version.number}: {name} is {tuple(theirs.shape)} {theirs.dtype}, the model's is "
+                    f"{tuple(mine.shape)} {mine.dtype}"
+                )
+        for name, mine in own.items():
+            mine.data = tensors[name]
+            increment_version([mine])
+        self.set(version.number, version.step)
 
     def digest(self) -> str:
         """SHA-256 over name, type, shape and bytes of every parameter, in order of name."""

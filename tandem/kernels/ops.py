@@ -146,6 +146,10 @@ class Ops:
         ``[T]``. Logits exist for ``chunk`` rows at a time."""
         return functions.TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, self.logits, chunk)
 
+    def forget_packed(self) -> None:
+        """Drop the packed copies of weights; they are made again where they are needed."""
+        self._packed.clear()
+
     def _tiled_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
         return native.tiles_linear(x_TK, self._tiled(weight_NK), weight_NK.shape[0])
 

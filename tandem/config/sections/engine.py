@@ -38,6 +38,11 @@ class TrainSection(Section):
 class EngineSection(Section):
     name: Literal["tandem"] = "tandem"
     """Inference engine."""
+    process: bool = False
+    """Sample in a process of its own, on a copy of the weights that each publish renews: inference and training then
+    share nothing but the machine."""
+    transport: str = "shared_memory"
+    """How weights get to that process: `shared_memory`, or a plug-in of the kind `transport`."""
     numerics: Literal["exact", "fast"] = "exact"
     """`exact`: the sampler's and the trainer's log-probabilities are bit-equal for any batch, which is
     checked at the start (where it does not hold, a warning says so and `fast` is used); `fast`: stock operations."""

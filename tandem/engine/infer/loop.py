@@ -29,6 +29,7 @@ from tandem.engine.infer.scheduler import Scheduler, StepPlan
 from tandem.engine.infer.seats import Seats
 from tandem.engine.infer.shares import MOST_PRIORITY
 from tandem.engine.infer.tier import Costs, Move, Tier
+from tandem.engine.memory import return_freed_memory
 from tandem.engine.weights import PublishedWeights
 from tandem.models.causal_lm import CausalLM
 
@@ -173,6 +174,28 @@ class InferEngine:
             raise EngineError(f"weights {version.number} lie in {version.place}; this engine serves live weights only")
         if version.number > self._weights.version:
             raise EngineError(f"weights {version.number} are not there: the live ones are {self._weights.version}")
+
+    async def sleep(self) -> None:
+        """Give the memory of KV cache and prepared weights back to the system; the next request wakes the engine.
+
+        Raises:
+            EngineError: requests are in flight.
+        """
+        await self._compute.run("infer", self._rest)
+
+    async def wake(self) -> None:
+        """Take the memory again now."""
+        await self._compute.run("infer", self._runner.wake)
+
+    def _rest(self) -> None:
+        with self._lock:
+            if self._flights:
+                names = ", ".join(sorted(request.id for request in self._flights)[:5])
+                raise EngineError(f"{len(self._flights)} requests are in flight: {names}",
+                                  hint="wait for them or abort them, then let the engine sleep")  # fmt: skip
+            self._blocks.forget()
+            self._runner.sleep()
+        return_freed_memory()
 
     def stats(self) -> EngineStats:
         """Counters since the start."""

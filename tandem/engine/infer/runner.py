@@ -42,12 +42,31 @@ class Runner:
         """A pool of ``num_blocks``, and room for ``num_outside`` more in CPU memory."""
         self._model = model
         self._seats = seats
-        self._cache = KVCache(model.spec, num_blocks * block_size, dtype=model.dtype, device=model.device)
-        self._mover = Mover(self._cache, block_size, num_outside)
+        self._num_blocks, self._block_size, self._num_outside = num_blocks, block_size, num_outside
+        self._cache, self._mover = self._make()
+        self._is_asleep = False
         self._slots_L = torch.from_numpy(seats.slots_MN.reshape(-1))
+
+    def _make(self) -> tuple[KVCache, Mover]:
+        model = self._model
+        cache = KVCache(model.spec, self._num_blocks * self._block_size, dtype=model.dtype, device=model.device)
+        return cache, Mover(cache, self._block_size, self._num_outside)
+
+    def sleep(self) -> None:
+        """Drop keys and values and all copies of weights that were made for speed."""
+        self._is_asleep = True
+        del self._cache, self._mover
+        self._model.ops.forget_packed()
+
+    def wake(self) -> None:
+        """Have a cache again, an empty one, if there is none."""
+        if self._is_asleep:
+            self._cache, self._mover = self._make()
+            self._is_asleep = False
 
     def move(self, copies: list[Copy]) -> float:
         """Carry out a plan's copies, before it is run; returns the seconds that those out of the pool and back took."""
+        self.wake()
         return self._mover.move(copies)
 
     def block_copy_s(self) -> float:
@@ -58,6 +77,7 @@ class Runner:
     def run(self, plan: StepPlan) -> Sampled:
         """Compute the plan's tokens; returns what was drawn for each of ``plan.sampled``. Log-probabilities of
         prompts, where asked for, are written to their requests."""
+        self.wake()
         context, ids_T, positions_T, rows_N = self._pack(plan)
         hidden_TE = self._model(ids_T, positions_T, context)
         first = len(plan.decodes)

@@ -1,0 +1,1 @@
+"""Movers of weights between processes: plug-ins of the kind ``transport``."""
