@@ -54,8 +54,9 @@ class Runner:
 
     def sleep(self) -> None:
         """Drop keys and values and all copies of weights that were made for speed."""
-        self._is_asleep = True
-        del self._cache, self._mover
+        if not self._is_asleep:
+            self._is_asleep = True
+            del self._cache, self._mover
         self._model.ops.forget_packed()
 
     def wake(self) -> None:
