@@ -447,6 +447,43 @@ def test_a_kill_in_the_middle_of_a_fork_leaves_nothing() -> None:
     asyncio.run(main())
 
 
+def test_every_end_leaves_the_keeper_as_it_was() -> None:
+    async def family(made: NamespaceBackend, end: str) -> None:
+        box = await made.create(SPEC, timeout_s=20)
+        assert isinstance(box, NamespaceBox)
+        await Talk(await box.start(BASH)).ask("echo a > f")
+        children = [copy_of(child) for child in await fork(box, 2)]
+        await Talk(carried(children[0])).ask("echo b > g")
+        children += [copy_of(child) for child in await fork(children[0])]
+        if end == "parent first":
+            await box.kill()
+        elif end == "paused":
+            await children[2].pause()
+        elif end.startswith("crash"):
+            os.kill(made.keeper.pids[{"crash": box, "crash of a copy": children[0]}[end].number], signal.SIGKILL)
+        for each in (*reversed(children), box):
+            await each.kill()
+
+    def held(made: NamespaceBackend) -> tuple[int, int, str]:
+        place = Path(f"/proc/{made.keeper.pid}")
+        mounts = len((place / "mountinfo").read_text().splitlines())
+        children = (place / f"task/{made.keeper.pid}/children").read_text()
+        return len(list((place / "fd").iterdir())), mounts, children
+
+    async def main() -> None:
+        async with running() as (made, first, _):
+            await first.kill()
+            await family(made, "")
+            before = held(made)
+            for end in ("parent first", "paused", "crash", "crash of a copy"):
+                await family(made, end)
+            async with asyncio.timeout(10):
+                while held(made) != before:
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(main())
+
+
 def test_copies_die_with_the_keeper_and_leave_nothing() -> None:
     async def main() -> None:
         async with running() as (made, box, _):
