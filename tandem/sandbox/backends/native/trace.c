@@ -47,10 +47,18 @@ static bool next_stop(pid_t pid, int *status) {
     return WIFSTOPPED(*status);
 }
 
+static bool read_registers(struct traced *task) {
+#ifdef __x86_64__
+    return !ptrace(PTRACE_GETREGS, task->pid, 0, &task->saved);
+#else
+    return task->pid > 0; /* nothing is made to call anything there: see below */
+#endif
+}
+
 bool trace_born(struct traced *task, pid_t pid) {
     int status;
     *task = (struct traced){ .pid = pid };
-    return next_stop(pid, &status) && !ptrace(PTRACE_GETREGS, pid, 0, &task->saved);
+    return next_stop(pid, &status) && read_registers(task);
 }
 
 /* Without options: what it makes before it stops is not traced. A signal that comes first stays with it. */
@@ -61,7 +69,7 @@ bool trace_stop(struct traced *task, pid_t pid) {
     task->pid = pid;
     if (ptrace(PTRACE_INTERRUPT, pid, 0, 0) || !next_stop(pid, &status)) return false;
     if (status >> 16 != PTRACE_EVENT_STOP) task->pending = WSTOPSIG(status);
-    return !ptrace(PTRACE_GETREGS, pid, 0, &task->saved);
+    return read_registers(task);
 }
 
 bool trace_arm(struct traced *task) {
