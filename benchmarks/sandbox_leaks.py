@@ -1,9 +1,9 @@
 """What boxes leave behind: ``python benchmarks/sandbox_leaks.py [--cycles 1000] [--kills 2]``.
 
 A server makes and ends boxes in all ways: killed, crashed (their first process gets SIGKILL from outside), killed
-while paused, as children of a snapshot, with a command past its deadline that left others behind. Meanwhile the server itself gets
-SIGKILL, again and again; the next one on its state folder finds what it left. At the end nothing may be left of it:
-processes, control groups, mounts, namespaces, files. Prints the counts; exit code 1 when something is left.
+while paused, as children of a snapshot, with a command past its deadline that left others behind. Meanwhile the server
+itself gets SIGKILL, again and again; the next one on its state folder finds what it left. At the end nothing may be
+left of it: processes, control groups, mounts, namespaces, files. Prints the counts; exit code 1 when something is.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ def main(cycles: int, kills: int, seed: int) -> int:
             finally:
                 server.kill()
         deadline = time.monotonic() + SETTLE_S
-        while (found := (processes_of(keepers, spaces), groups_of(keepers))) != ([], []) and time.monotonic() < deadline:
+        while True:
+            found = (processes_of(keepers, spaces), groups_of(keepers))
+            if found == ([], []) or time.monotonic() > deadline:
+                break
             time.sleep(0.05)
         remains = {
             "processes": found[0], "control groups": found[1], "files": files_of(state),
