@@ -11,13 +11,14 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from starlette.types import ASGIApp
 
 from tandem.app.supervise import FAILED, FINISHED, supervise
-from tandem.config.sections.sandbox import SandboxSection
+from tandem.config.sections.sandbox import NetworkSection, SandboxSection
+from tandem.core.boxes import NetworkPolicy
 from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.backend import SandboxBackend
 from tandem.sandbox.factory import make_backend
@@ -72,11 +73,14 @@ async def sandbox_app(
     section: SandboxSection, options: ServerOptions, keys: tuple[str, ...], *, backend: SandboxBackend | None = None
 ) -> AsyncIterator[ASGIApp]:
     """The application, for as long as the context lasts."""
+    network = section.network.model_copy(update={"internet": section.network.internet or options.internet})
+    section = section.model_copy(update={"network": network})
     options.state.mkdir(parents=True, exist_ok=True, mode=0o700)
     library = ImageLibrary(options.images)
     backend = backend or make_backend(section, options.state)  # its boxes may outlive a killed server
     manager = SandboxManager(
-        section, NowhereSink(), backend=backend, state=options.state, templates=library.root
+        section, NowhereSink(), backend=backend, state=options.state, templates=library.root,
+        bound=lambda policy: _bounded(policy, network),
     )
     try:
         await manager.open()
@@ -84,7 +88,7 @@ async def sandbox_app(
         spec = spec_of(section)
         access = Access(keys, kept_secret(options.state / "secret"))
         aliases = {name: spec.template for name in DEFAULT_NAMES}
-        boxes = Boxes(manager, spec, aliases=aliases, may_internet=options.internet, templates=listed,
+        boxes = Boxes(manager, spec, aliases=aliases, may_internet=network.internet, templates=listed,
                       library=library)  # fmt: skip
         builder = Builder(manager, listed, library, spec, aliases)
         try:
@@ -96,6 +100,14 @@ async def sandbox_app(
     finally:
         await manager.leave()
         library.close()
+
+
+def _bounded(policy: NetworkPolicy, section: NetworkSection) -> NetworkPolicy:
+    """What a client asks for, within what the operator of the server gives."""
+    return replace(
+        policy, internet=policy.internet and section.internet, private=section.allow, never=section.deny,
+        connections=section.connections, total_bytes=section.total_mb * 2**20,
+    )
 
 
 async def _serve(section: SandboxSection, options: ServerOptions) -> None:

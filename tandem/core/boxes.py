@@ -29,14 +29,20 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkPolicy:
-    """Where a box may connect to. The default is no network at all. With ``internet`` everything that no rule
-    denies is reachable; without it only what ``allow`` names. A rule is an address, a CIDR block or a domain
-    (``*.example.org`` for all below it); ``allow`` wins over ``deny``. Loopback, link-local and metadata addresses
-    of the host, other boxes and the control plane are never reachable."""
+    """Where a box may connect to. The default is no network at all. With ``internet`` every public address that no
+    rule denies is reachable; without it only what ``allow`` names. A rule is an address, a CIDR block or a domain
+    (``*.example.org`` for all below it), with a port or ports if wanted (``10.0.0.5:5432``); ``allow`` wins over
+    ``deny``. Loopback, private, link-local and metadata addresses, and the host's own (so other boxes and the control
+    plane) are reachable only where ``private`` names them, too. ``private`` and ``never`` (which wins over all) are
+    the operator's, never a client's."""
 
     internet: bool = False
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
+    private: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    connections: int = 64  # open at a time
+    total_bytes: int = 4 * 2**30  # in both directions together, while one server holds the box
 
     @property
     def none(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from tandem.core.boxes import Isolation, NetworkPolicy, SandboxSpec
 from tandem.sandbox.abilities import Ability
+from tandem.sandbox.network.attempts import Tell
 
 HOME = "/home/agent"
 
@@ -234,8 +235,13 @@ class Box(Protocol):
         each. Raises SandboxUnavailable when this box cannot be forked live, saying why."""
         ...
 
-    async def set_network(self, policy: NetworkPolicy) -> None:
-        """Replace the policy of a running box; connections that it forbids now are cut."""
+    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
+        """What the box may reach from now on, running or paused; connections that it forbids now are cut. A box has
+        no network until then. ``tell`` hears of every attempt to reach something.
+
+        Raises:
+            ConfigError: a rule is none. SandboxError: something in the box has the proxy's port.
+        """
         ...
 
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -277,8 +283,9 @@ class SandboxBackend(Protocol):
         ...
 
     async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> Box:
-        """A box; ``root`` None: the spec's template, which must be ``host``. Raises SandboxUnavailable,
-        SandboxError, SandboxTimeout."""
+        """A box, without the network of its spec until ``set_network``; ``root`` None: the spec's template, which
+        must be ``host``. Raises SandboxUnavailable (also for a network that it could not have), SandboxError,
+        SandboxTimeout."""
         ...
 
     async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> Box:

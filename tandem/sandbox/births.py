@@ -21,6 +21,7 @@ from tandem.sandbox.abilities import Ability, refuse
 from tandem.sandbox.backend import Box, Root
 from tandem.sandbox.entry import Entry
 from tandem.sandbox.pool import Pool
+from tandem.sandbox.reach import Reach
 from tandem.sandbox.records import BoxRecord, Child, Life, now
 from tandem.sandbox.session import Session
 from tandem.sandbox.snapshot import Snapshots
@@ -46,6 +47,7 @@ class Births:
     sink: EventSink
     enter: Callable[[BoxRecord, Box | None], Entry]
     watch: Callable[[Entry], None]
+    reach: Reach
     note: Note
     closed: Callable[[], bool]
     _prefix: str = field(default_factory=lambda: secrets.token_hex(3))
@@ -80,9 +82,10 @@ class Births:
         """A box that was just made becomes one of ours."""
         entry = self.enter(record, box)
         try:
+            await self.reach.open(entry)
             entry.change(state=SandboxState.RUNNING, intent="", parent=parent, handle=box.handle,
                          started_at=now(), deadline=now() + record.lifetime_s)
-        except SandboxError:
+        except TandemError:
             await entry.session.kill()
             raise
         self.watch(entry)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.boxes import Isolation, SandboxLimits, SandboxSpec, SandboxState
+from tandem.core.boxes import Isolation, NetworkPolicy, SandboxLimits, SandboxSpec, SandboxState
 from tandem.core.errors import (
     SandboxError,
     SandboxGone,
     SandboxUnavailable,
+    TandemError,
 )
 from tandem.core.events import SandboxFailed, SandboxKilled
 from tandem.core.protocols import EventSink
@@ -30,7 +31,10 @@ from tandem.sandbox.births import Births, Templates
 from tandem.sandbox.deadlines import Deadlines
 from tandem.sandbox.entry import Entry
 from tandem.sandbox.factory import make_backend
+from tandem.sandbox.network.attempts import Attempt
+from tandem.sandbox.network.policy import check
 from tandem.sandbox.pool import Pool
+from tandem.sandbox.reach import Bound, Reach, unbounded
 from tandem.sandbox.records import (
     BoxRecord,
     Child,
@@ -55,8 +59,13 @@ T = TypeVar("T")
 
 
 def spec_of(section: SandboxSection) -> SandboxSpec:
-    """The box that the recipe describes."""
+    """The box that the recipe describes. Raises ConfigError for a network rule that is none."""
+    network = section.network
     return SandboxSpec(
+        network=check(NetworkPolicy(
+            internet=network.internet, allow=network.allow, deny=network.deny, private=network.allow,
+            connections=network.connections, total_bytes=network.total_mb * 2**20,
+        )),
         template=section.template,
         limits=SandboxLimits(
             memory_bytes=section.memory_mb * 2**20,
@@ -87,10 +96,12 @@ class SandboxManager:
         state: Path | None = None,
         store: str = "",
         templates: Templates | None = None,
+        bound: Bound = unbounded,
     ) -> None:
         """``state``: the folder of what outlives the process; then call ``open`` first. ``store``: where durable
         snapshots go, a folder or any URL of fsspec ('': in the state folder). ``templates`` gives the root of a
-        template by name, None for the backend's own.
+        template by name, None for the backend's own. ``bound`` makes of the network policy that is asked for the one
+        that a box gets.
 
         Raises:
             SandboxError: another server has the folder. RecordError: it cannot be read.
@@ -106,14 +117,16 @@ class SandboxManager:
         else:
             self.snapshots = Snapshots(self._table)
         self.audit = None if state is None else AuditLog(state / "audit")
+        self._reach = Reach(backend=self._backend, bound=bound, note=self._note_network)
         self._transitions = Transitions(
-            backend=self._backend, snapshots=self.snapshots, sink=sink, create_timeout_s=section.create_timeout_s
+            backend=self._backend, snapshots=self.snapshots, sink=sink, create_timeout_s=section.create_timeout_s,
+            reach=self._reach,
         )
         self._deadlines = Deadlines(transitions=self._transitions, sink=sink, note=self._note, own=self._own)
         self._births = Births(
             table=self._table, snapshots=self.snapshots, transitions=self._transitions, pool=self._pool,
-            templates=templates, sink=sink, enter=self._enter, watch=self._deadlines.watch, note=self._note,
-            closed=lambda: self._closed,
+            templates=templates, sink=sink, enter=self._enter, reach=self._reach, watch=self._deadlines.watch,
+            note=self._note, closed=lambda: self._closed,
         )
         self._entries: dict[str, Entry] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -136,6 +149,12 @@ class SandboxManager:
         recovery = await recover(self._table, self._backend, self.snapshots, self._enter)
         for entry in list(self._entries.values()):
             self._deadlines.watch(entry)
+            try:
+                await self._reach.open(entry)
+            except TandemError as error:  # a box without what it was promised would fail in ways nobody understands
+                entry.say("error", f"killed: {error.message}")
+                self._note("kill", entry.id, why=error.message)
+                await self._kill(entry)
         for box_id in recovery.lost:
             self._sink.emit(SandboxFailed(sandbox_id=box_id, error="SandboxGone", detail="lost with its server"))
         self._note("open", detail=recovery.summary())
@@ -148,6 +167,7 @@ class SandboxManager:
             SandboxUnavailable: with what failed and what to do.
         """
         try:
+            self._reach.require(spec)
             box = await self._make(spec)
             await box.kill()
         except SandboxUnavailable:
@@ -191,6 +211,7 @@ class SandboxManager:
         """
         if self._closed:
             raise SandboxError("the sandbox manager is closed")
+        self._reach.require(spec)
         return await self._finish(self._births.create(spec, life or Life(), snapshot, root))
 
     def get(self, sandbox_id: str) -> BoxRecord:
@@ -300,6 +321,19 @@ class SandboxManager:
         if deadline is None or now() + lifetime_s > deadline:
             self.set_timeout(sandbox_id, lifetime_s, actor=actor)
 
+    async def set_network(self, sandbox_id: str, policy: NetworkPolicy, *, actor: str = "") -> None:
+        """What the box may reach from now on, running or paused; connections that it forbids now are cut. Commands
+        that run already keep the proxy variables they were started with.
+
+        Raises:
+            ConfigError: a rule is none. SandboxUnavailable: the backend has no networks. SandboxError.
+        """
+        entry = self._entry(sandbox_id)
+        check(policy)
+        self._note("network", sandbox_id, actor, internet=str(policy.internet), allow=" ".join(policy.allow),
+                   deny=" ".join(policy.deny))
+        await self._finish(self._reach.change(entry, policy))
+
     async def usage(self, sandbox_id: str) -> Usage:
         """What the box costs now; nothing is known of one whose processes are gone."""
         entry = self._entry(sandbox_id)
@@ -316,11 +350,12 @@ class SandboxManager:
         """Add a line to the box's log."""
         self._entry(sandbox_id).say(level, message, **fields)
 
-    def note_network(self, sandbox_id: str, *, allowed: bool, target: str, detail: str = "") -> None:
-        """A box tried to connect somewhere: into the audit log."""
-        self._note("connect", sandbox_id, sandbox_id, allowed=str(allowed), target=target, why=detail)
-
     # ---- how
+
+    def _note_network(self, sandbox_id: str, attempt: Attempt) -> None:
+        """Raises RecordError; then the connection is not made."""
+        self._note("connect", sandbox_id, sandbox_id, allowed=str(attempt.allowed), target=attempt.target,
+                   why=attempt.why, suppressed=str(attempt.suppressed or ""))
 
     async def _kill(self, entry: Entry) -> None:
         await entry.session.kill()

@@ -20,6 +20,7 @@ from tandem.core.protocols import EventSink
 from tandem.sandbox.abilities import Ability, refuse, refuse_isolation
 from tandem.sandbox.backend import Box, Root, SandboxBackend
 from tandem.sandbox.entry import Entry
+from tandem.sandbox.reach import Reach
 from tandem.sandbox.records import PauseMode, SnapshotRecord, now
 from tandem.sandbox.snapshot import Snapshots
 
@@ -33,6 +34,7 @@ class Transitions:
     snapshots: Snapshots
     sink: EventSink
     create_timeout_s: float
+    reach: Reach
 
     async def pause(self, entry: Entry, mode: PauseMode) -> bool:
         """False: it was paused already (a cold pause then still gives the memory back)."""
@@ -76,6 +78,7 @@ class Transitions:
                         await box.kill()
                     else:
                         entry.session.bind(box)
+                        await self.reach.open(entry)
                 else:
                     await _step(entry, entry.box.resume(), "resuming")
                 lifetime_s = record.lifetime_s if lifetime_s is None else lifetime_s

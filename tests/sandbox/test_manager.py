@@ -7,7 +7,7 @@ import pytest
 from folderbox import FolderBackend
 
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.boxes import SandboxSpec, SandboxState
+from tandem.core.boxes import NetworkPolicy, SandboxSpec, SandboxState
 from tandem.core.errors import PluginError, SandboxGone, SandboxUnavailable
 from tandem.core.events import AnyEvent, SandboxCreated, SandboxFailed, SandboxKilled
 from tandem.sandbox.audit import read
@@ -135,16 +135,19 @@ def test_every_verb_is_in_the_audit_log_with_who_asked(tmp_path: Path) -> None:
         manager = SandboxManager(SandboxSection(warm=0), ListSink(), backend=backend, state=tmp_path / "state")
         session = await manager.create(SandboxSpec())
         await manager.pause(session.id, actor="key one")
-        manager.note_network(session.id, allowed=False, target="10.0.0.1:80", detail="not in the policy")
+        with pytest.raises(SandboxUnavailable, match="network"):
+            await manager.set_network(session.id, NetworkPolicy(allow=("10.0.0.1:80",)), actor="key one")
+        with pytest.raises(SandboxUnavailable, match="network"):
+            await manager.create(SandboxSpec(network=NetworkPolicy(internet=True)))
         await manager.kill(session.id, actor="key two")
         await manager.close()
 
     asyncio.run(main())
     lines = list(read(tmp_path / "state" / "audit"))
     assert [(line.action, line.actor) for line in lines if line.action != "create"][:3] == [
-        ("pause", "key one"), ("connect", lines[0].subject), ("kill", "key two")
+        ("pause", "key one"), ("network", "key one"), ("kill", "key two")
     ]
-    assert lines[2].detail == {"allowed": "False", "target": "10.0.0.1:80", "why": "not in the policy"}
+    assert lines[2].detail == {"internet": "False", "allow": "10.0.0.1:80"}
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

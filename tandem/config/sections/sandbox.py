@@ -23,6 +23,21 @@ class RemoteSection(Section):
     """How the service isolates its boxes, as you know it: nothing in the protocol says so."""
 
 
+class NetworkSection(Section):
+    internet: bool = False
+    """Boxes reach every public address that `deny` does not name."""
+    allow: tuple[str, ...] = ()
+    """What boxes reach without it: addresses, CIDR blocks and names (`*.example.org` for all below it), with a port or
+    ports if wanted (`10.0.0.5:5432`). Loopback, private and link-local addresses and this machine's own are reached
+    only if such a rule names them by address. Of a server: which of those its clients may ask for."""
+    deny: tuple[str, ...] = ()
+    """What boxes do not reach in spite of `internet`; `allow` wins over it. Of a server: what no client may reach."""
+    connections: int = Field(default=64, ge=1, le=1024)
+    """Connections of one box to outside that are open at a time."""
+    total_mb: int = Field(default=4096, ge=1)
+    """Bytes that one box may send and receive, together."""
+
+
 class SandboxSection(Section):
     backend: str = "namespace"
     """Sandbox backend: `namespace`, `gvisor`, `remote`, or a plug-in's. There is none without isolation."""
@@ -49,3 +64,4 @@ class SandboxSection(Section):
     """Seconds in which a new box must answer."""
     warm: int = Field(default=2, ge=0)
     """Boxes kept ready ahead of need; an idle one takes about half a megabyte."""
+    network: NetworkSection = NetworkSection()

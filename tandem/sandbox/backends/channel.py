@@ -60,6 +60,7 @@ class Channel:
     ) -> None:
         """``first``: the number of the first call. A box that is adopted may still run calls of an earlier process."""
         self._environment = environment
+        self.network_environment: Mapping[str, str] = {}  # its own and a call's come first
         self._hello = hello
         self._broken = broken
         self._fault = ""
@@ -132,7 +133,7 @@ class Channel:
             raise self._gone()
         number = self._number()
         pending = _Pending(call, asyncio.get_running_loop().create_future())
-        self._transport.write(run_frame(number, call, {**self._environment, **call.environment}))
+        self._transport.write(run_frame(number, call, self._with(call.environment)))
         self._pending[number] = pending
         if call.stdin or call.kind is CallKind.WRITE:
             self._feed(number, pending)
@@ -154,13 +155,16 @@ class Channel:
         end = (code, flags, dropped_out, dropped_error, duration_us)
         return _outcome(end, bytes(pending.stdout), bytes(pending.stderr))
 
+    def _with(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {**self.network_environment, **self._environment, **environment}
+
     async def start(self, start: Start) -> NamespaceProcess:
         """Returns when the command runs. Raises OSError, SandboxGone, SandboxTimeout, SandboxError."""
         if self._lost is not None or self._transport is None:
             raise self._gone()
         number = self._number()
         process = NamespaceProcess(number, start, self._transport.write, self._gone)
-        self._transport.write(start_frame(number, start, {**self._environment, **start.environment}))
+        self._transport.write(start_frame(number, start, self._with(start.environment)))
         self._processes[number] = process
         try:
             async with asyncio.timeout(GRACE_S):
@@ -190,14 +194,14 @@ class Channel:
         if self._transport is not None and self._lost is None:
             self._transport.write(data)
 
-    async def socket(self, kind: Frame, port: int, *, v6: bool = False) -> socket.socket:
-        """A socket of the box: connected to (``CONNECT``) or listening on (``LISTEN``) a port of its loopback.
-        Raises OSError (refused, in use), SandboxGone, SandboxTimeout."""
+    async def socket(self, kind: Frame, port: int, *, v6: bool = False, datagrams: bool = False) -> socket.socket:
+        """A socket of the box: connected to (``CONNECT``, ``v6``: by IPv6) or listening on (``LISTEN``) a port of its
+        loopback. Raises OSError (refused, in use), SandboxGone, SandboxTimeout."""
         if self._lost is not None or self._transport is None:
             raise self._gone()
         number = self._number()
         waiting = self._sockets[number] = asyncio.get_running_loop().create_future()
-        self._transport.write(frame(kind, number, struct.pack("<II", port, v6)))
+        self._transport.write(frame(kind, number, struct.pack("<II", port, v6 or datagrams)))
         try:
             async with asyncio.timeout(GRACE_S):
                 return await waiting

@@ -35,6 +35,7 @@ from tandem.sandbox.backends.mounts import MountChoice, Mounts, read_found
 from tandem.sandbox.backends.namespace_box import NamespaceBox
 from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.backends.template import WORK_ID, Template, host_template, image_template
+from tandem.sandbox.network.names import Names
 
 IDS_A_BOX = 65536
 FIRST_ID = 0x10000000
@@ -65,9 +66,11 @@ class NamespaceBackend:
 
     def __init__(
         self, *, cache: Path | None = None, state_folder: Path | None = None, grace_s: int = GRACE_S,
-        mounts: MountChoice | None = None,
+        mounts: MountChoice | None = None, names: Names | None = None,
     ) -> None:
-        """``mounts`` None: the best way of this kernel."""
+        """``mounts`` None: the best way of this kernel. ``names`` looks names up for boxes; None: the system's
+        resolver."""
+        self.names = names or Names()
         self._cache = cache
         self._state_folder = state_folder
         self._grace_s = grace_s
@@ -84,7 +87,7 @@ class NamespaceBackend:
     def abilities(self) -> frozenset[Ability]:
         found = {
             Ability.PAUSE, Ability.PROCESSES, Ability.TERMINAL, Ability.PORTS, Ability.SNAPSHOT, Ability.IMAGES,
-            Ability.USAGE,
+            Ability.USAGE, Ability.NETWORK,
         }
         if has_swap():
             found.add(Ability.COLD_PAUSE)
@@ -111,8 +114,6 @@ class NamespaceBackend:
         return self._keeper
 
     async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> Box:
-        if not spec.network.none:  # never a box without what was asked for
-            raise refuse("namespace", Ability.NETWORK)
         keeper = await self._ready()
         template, steps = self._template(spec.template if root is None else "host" if root.host_base else "image")
         root = Root() if root is None else root
@@ -217,6 +218,7 @@ class NamespaceBackend:
         if self._state_folder is None:
             await self.close()
         elif self._keeper is not None:
+            self.names.close()
             self._keeper.leave()
             self._keeper = self._cgroups = None
 
@@ -225,6 +227,7 @@ class NamespaceBackend:
             await self._end()
 
     async def _end(self) -> None:
+        self.names.close()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             await keeper.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,10 @@ from tandem.sandbox.backends.keeper import BusyFiles, Keeper
 from tandem.sandbox.backends.link import opened
 from tandem.sandbox.backends.live_fork import only_process, stand_still
 from tandem.sandbox.backends.process import NamespaceProcess
+from tandem.sandbox.network.attempts import Tell
+from tandem.sandbox.network.gate import ENVIRONMENT, NAME_PORT, PROXY_PORT, Gate
+from tandem.sandbox.network.names import Names
+from tandem.sandbox.network.policy import Policy
 
 KILL_TIMEOUT_S = 15.0
 
@@ -38,6 +43,9 @@ class Surroundings(Protocol):
 
     @property
     def cgroups(self) -> Cgroups | None: ...
+
+    @property
+    def names(self) -> Names: ...
 
     @property
     def abilities(self) -> frozenset[Ability]: ...
@@ -61,11 +69,13 @@ class NamespaceBox:
         self._root = root
         self._moving = asyncio.Lock()
         self._freezer: Freezer | None = None
+        self._gate: Gate | None = None
         self._copies = 0
         self.paused = False
         self.handle = handle
         self.channel: Channel | None = None
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.gone.add_done_callback(lambda _: self._shut_gate())
 
     @property
     def number(self) -> int:
@@ -112,11 +122,48 @@ class NamespaceBox:
             except OSError as error:  # the box may have no IPv6
                 raise refused from error
 
-    async def set_network(self, policy: NetworkPolicy) -> None:
-        """Boxes have no network yet: any other policy is refused."""
-        self._alive()
-        if not policy.none:
-            raise refuse("namespace", Ability.NETWORK)
+    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
+        """What it forbids is cut at once; the proxy of a paused box is there from its resume on."""
+        async with self._moving:
+            channel = self._alive()
+            parsed = Policy(policy)
+            if self._gate is not None:
+                self._gate.change(parsed)
+            if policy.none:
+                self._shut_gate()
+                return
+            if self._gate is None:
+                self._gate = Gate(parsed, self._around.names, tell, lambda: self.paused)
+            channel.network_environment = ENVIRONMENT
+            if not self.paused:
+                try:
+                    await self._open_gate()
+                except BaseException:
+                    self._shut_gate()
+                    raise
+
+    async def _open_gate(self) -> None:
+        """Its sockets are the host's, but in the box's network: only the box's agent can make them, so it must run."""
+        if self._gate is None or self._gate.open:
+            return
+
+        async def listen(port: int, datagrams: bool) -> socket.socket:
+            return await self._alive().socket(Frame.LISTEN, port, datagrams=datagrams)
+
+        try:
+            await self._gate.start(listen)
+        except OSError as error:
+            raise SandboxError(
+                f"its proxy cannot listen in it: {error.strerror or error}",
+                hint=f"end what listens on port {PROXY_PORT} (or {NAME_PORT}, by UDP) in the box",
+            ) from error
+
+    def _shut_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+        if self.channel is not None:
+            self.channel.network_environment = {}
 
     async def usage(self) -> Usage:
         """Files count as memory, too. What neither a control group of ours nor /proc tells is None."""
@@ -155,6 +202,7 @@ class NamespaceBox:
         async with self._moving:
             self._freezer_now()
             self._go()
+            await self._open_gate()
 
     async def snapshot(self, *, live: bool = False) -> NamespaceFrozen:
         """The upper becomes a layer in a few milliseconds; where a process holds files of it, it is copied.

@@ -26,6 +26,7 @@ from tandem.sandbox.backends.remote_errors import e2b, errno_of, remote_errors
 from tandem.sandbox.backends.remote_files import script_of
 from tandem.sandbox.backends.remote_frozen import Forget, RemoteFrozen
 from tandem.sandbox.backends.remote_process import RemoteProcess
+from tandem.sandbox.network.attempts import Tell
 
 KILL_TIMEOUT_S = 15.0
 STDIN_PART = 64 * 1024
@@ -160,7 +161,7 @@ class RemoteBox:
     async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
         raise refuse("remote", Ability.LIVE_FORK)
 
-    async def set_network(self, policy: NetworkPolicy) -> None:
+    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
         self._require()
         if not policy.none:
             raise refuse("remote", Ability.NETWORK)

@@ -126,8 +126,8 @@ def _names() -> list[Step]:
         "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
         "group": f"root:x:0:\nagent:x:{WORK_ID}:\nnogroup:x:65534:\n",
         "hosts": "127.0.0.1 localhost\n::1 localhost\n",
-        "resolv.conf": "# no network\n",
-        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+        "resolv.conf": "nameserver 127.0.0.1\noptions timeout:3 attempts:2\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         "hostname": "box\n",
     }
     return [Step("f", f"etc/{name}", text.encode(), 0o644) for name, text in texts.items()]

@@ -236,12 +236,10 @@ class Boxes:
         self.manager.refresh(sandbox_id, seconds)
 
     async def set_network(self, sandbox_id: str, asked: shapes.Network) -> None:
+        """It stands in the place of what was before, as a whole."""
         self.record(sandbox_id)
         policy = shapes.policy_of(asked, None, may_internet=self._may_internet)
-        if Ability.NETWORK not in self.manager.backend.abilities and not policy.none:
-            raise refuse(self.manager.backend.name, Ability.NETWORK)
-        if Ability.NETWORK in self.manager.backend.abilities:
-            await (await self.manager.session(sandbox_id).use()).set_network(policy)
+        await self.manager.set_network(sandbox_id, policy)
 
     async def usage(self, sandbox_id: str) -> Cost:
         """``cpu_pct`` is that of the time since the last look, or since it started."""

@@ -251,11 +251,11 @@ static void on_signal(struct command *command, int number) {
 }
 
 static void on_port(uint32_t id, struct cursor c, bool listens) {
-    uint32_t port = get_u32(&c), v6 = get_u32(&c);
+    uint32_t port = get_u32(&c), sort = get_u32(&c); /* IPv6, or datagrams */
     uint8_t data[4];
     int fd = -1;
     errno = EAGAIN;
-    if (num_rights < MAX_RIGHTS) fd = listens ? port_listen(port) : port_connect(port, v6);
+    if (num_rights < MAX_RIGHTS) fd = listens ? port_listen(port, sort) : port_connect(port, sort);
     put_u32(data, fd < 0 ? errno : 0);
     if (fd >= 0) rights[num_rights++] = fd;
     emit(SOCKET, id, data, sizeof data);

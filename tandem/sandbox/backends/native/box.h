@@ -126,6 +126,7 @@ void box_main(const struct box_spec *spec, int agent_fd, int go_fd) __attribute_
 void steps_open(struct cursor ops, int fd);
 void steps_apply(void); /* below the working folder */
 void raise_loopback(void);
+void free_low_ports(int proc); /* which it closes */
 uint64_t agent_powers(bool switch_user); /* the capabilities that an agent keeps */
 void agent_place(int agent_fd, int *pipes); /* its socket is its only file, but for three pipes of a carried command */
 
@@ -168,7 +169,7 @@ struct shim_word { uint8_t kind; int32_t value; }; /* 'P' pid, 'E' errno of a fa
 bool terminal_open(int *master, int *slave, uint32_t owner, uint32_t columns, uint32_t rows);
 bool terminal_resize(int master, uint32_t columns, uint32_t rows);
 int port_connect(uint32_t port, bool v6); /* the connection may still be under way */
-int port_listen(uint32_t port);
+int port_listen(uint32_t port, bool datagrams);
 
 /* ---- tree.c: the processes of this pid namespace */
 struct process { pid_t pid, parent; bool stands; uint64_t anonymous_bytes; };

@@ -85,6 +85,7 @@ static void work(int task, const struct box_spec *spec, int overlay, int fd) {
     int extra = tool_mount();
     require(extra >= 0, fd, "open the program");
     steps_open(spec->ops, fd);
+    int proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC); /* the host's */
     require(!setns(task, CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWUTS), fd, "enter its namespaces");
     require(!syscall(__NR_move_mount, overlay, "", AT_FDCWD, "/", MOVE_MOUNT_F_EMPTY_PATH), fd, "mount its root");
     require(!fchdir(overlay), fd, "enter its root");
@@ -95,6 +96,7 @@ static void work(int task, const struct box_spec *spec, int overlay, int fd) {
     require(!syscall(__NR_move_mount, extra, "", AT_FDCWD, "/proc", MOVE_MOUNT_F_EMPTY_PATH), fd, "show the program");
     require(!sethostname(spec->hostname, strlen(spec->hostname)), fd, "set its host name");
     raise_loopback();
+    free_low_ports(proc);
     answer(fd, NULL);
     char word;
     if (read(fd, &word, 1) != 1) _exit(1);

@@ -21,12 +21,13 @@ int port_connect(uint32_t port, bool v6) {
     return -1;
 }
 
-int port_listen(uint32_t port) {
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), on = 1;
+int port_listen(uint32_t port, bool datagrams) {
+    int on = 1, fd = socket(AF_INET, (datagrams ? SOCK_DGRAM : SOCK_STREAM) | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) return -1;
     struct sockaddr_in name = { .sin_family = AF_INET, .sin_port = htons(port), .sin_addr = { htonl(INADDR_LOOPBACK) } };
-    if (!setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) && !bind(fd, (void *)&name, sizeof name) &&
-        !listen(fd, 128))
+    /* Datagrams of a name that is taken would be shared with its holder under SO_REUSEADDR. */
+    if ((datagrams || !setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on)) &&
+        !bind(fd, (void *)&name, sizeof name) && (datagrams || !listen(fd, 128)))
         return fd;
     int error = errno;
     close(fd);

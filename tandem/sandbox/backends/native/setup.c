@@ -191,6 +191,15 @@ void raise_loopback(void) {
     close(fd);
 }
 
+/* Ports below 1024 are anybody's in a box, whose network is its own: the host's resolver for it listens there. Where
+ * /proc/sys cannot be written (a container often shows it read-only) that port stays closed, and the host says so. */
+void free_low_ports(int proc) {
+    int fd = openat(proc, "sys/net/ipv4/ip_unprivileged_port_start", O_WRONLY | O_CLOEXEC); /* of our network */
+    if (fd >= 0 && write(fd, "0", 1) < 0) errno = 0;
+    if (fd >= 0) close(fd);
+    if (proc >= 0) close(proc);
+}
+
 static void limit(int resource, uint64_t value, const char *name, bool soft) {
     struct rlimit old, new;
     check(!getrlimit(resource, &old), "read limit", name);
@@ -282,6 +291,7 @@ void box_main(const struct box_spec *spec, int agent_fd, int go_fd) {
     check(!syscall(__NR_setresgid, own, own, own) && !syscall(__NR_setresuid, own, own, own), "become", "box user");
     check(!prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "tie to", "keeper");
     check(!unshare(CLONE_NEWCGROUP), "unshare", "cgroup namespace");
+    free_low_ports(open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)); /* the host's, before it is hidden */
     make_root(spec, overlay);
     check(!sethostname(spec->hostname, strlen(spec->hostname)), "set", "host name");
     raise_loopback();
