@@ -59,7 +59,7 @@ def copy_layer(source: Path, target: Path) -> None:
     """Everything is on the disk when this returns."""
     target.mkdir(parents=True)
     _copy_folder(f"{source}/.", str(target), {})
-    _describe(f"{source}/.", str(target), os.stat(f"{source}/."))
+    describe(f"{source}/.", str(target), os.stat(f"{source}/."))
     os.sync()
 
 
@@ -84,7 +84,7 @@ def _copy_folder(source: str, target: str, seen: dict[tuple[int, int], str]) -> 
             else:
                 continue
             seen[key] = new
-            _describe(old, new, status)
+            describe(old, new, status)
 
 
 def _copy_data(old: str, new: str, size: int) -> None:
@@ -107,7 +107,8 @@ def _copy_data(old: str, new: str, size: int) -> None:
         writer.truncate(size)
 
 
-def _describe(old: str, new: str, status: os.stat_result) -> None:
+def describe(old: str, new: str, status: os.stat_result) -> None:
+    """Owner, mode, marks and times of one name for another. Raises OSError."""
     is_link = stat.S_ISLNK(status.st_mode)
     if os.geteuid() == 0:
         os.chown(new, status.st_uid, status.st_gid, follow_symlinks=False)

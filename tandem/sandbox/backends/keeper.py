@@ -18,6 +18,7 @@ import struct
 import subprocess
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
@@ -36,6 +37,15 @@ class BusyFiles(SnapshotError):
 
 class NotIdle(SandboxUnavailable):
     """The process that a live fork would copy does not wait for input now; in a moment it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A layer that was an upper: its ``path``, and where its folder lies in the box's own file system."""
+
+    path: str
+    tmpfs: str
+    upper: str
 
 
 class Keeper:
@@ -97,8 +107,8 @@ class Keeper:
         """The future of an adopted box."""
         return self._gone.setdefault(box, self._loop.create_future())
 
-    async def push(self, box: int) -> str:
-        """Make the upper of a box at rest a layer; its path, which stays until ``release``.
+    async def push(self, box: int) -> Pushed:
+        """Make the upper of a box at rest a layer, which stays until ``release``.
 
         Raises:
             BusyFiles: a process holds files of it; the box is as it was.
@@ -108,7 +118,7 @@ class Keeper:
             raise SnapshotError("it is gone")
         answer = self._snapshots[box] = self._loop.create_future()
         self._send(b"S" + struct.pack("<I", box), [])
-        return await answer
+        return Pushed(*(await answer).split("\0"))
 
     async def hold(self, box: int, folder: str) -> str:
         """Make a folder a layer, as ``push`` does the upper. Raises SnapshotError."""
@@ -140,6 +150,11 @@ class Keeper:
         """After ``still``."""
         if self.alive and box in self._gone:
             self._send(b"l" + struct.pack("<I", box), [])
+
+    def merged(self, box: int, path: str, first: str, count: int) -> None:
+        """From its next root on a box stands on the held layer ``path`` where it stood on ``count`` from ``first``."""
+        if self.alive and box in self._gone:
+            self._send(b"M" + struct.pack("<I", box) + _text(path) + _text(first) + struct.pack("<I", count), [])
 
     def share(self, path: str) -> None:
         """One more holder of a layer: it stays until as many ``release``."""
@@ -259,7 +274,7 @@ class Keeper:
         answer = self._snapshots.pop(box, None)
         if answer is None or answer.done():
             if verdict == "y":
-                self.release(text)
+                self.release(text.split("\0")[0])
         elif verdict == "y":
             answer.set_result(text)
         elif verdict == "c":

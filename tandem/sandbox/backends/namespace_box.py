@@ -7,6 +7,7 @@ Refuses: to take a snapshot of files that could still change below it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from tandem.sandbox.backends.channel import Channel
 from tandem.sandbox.backends.frames import Frame
 from tandem.sandbox.backends.freezer import Freezer
 from tandem.sandbox.backends.frozen import NamespaceFrozen, copy_layer
-from tandem.sandbox.backends.keeper import BusyFiles, Keeper
+from tandem.sandbox.backends.keeper import BusyFiles, Keeper, Pushed
 from tandem.sandbox.backends.link import opened
 from tandem.sandbox.backends.live_fork import only_process, stand_still
+from tandem.sandbox.backends.merge import MERGE_AT, merge_layers
 from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.network.attempts import Tell
 from tandem.sandbox.network.gate import ENVIRONMENT, NAME_PORT, PROXY_PORT, Gate
@@ -71,6 +73,9 @@ class NamespaceBox:
         self._freezer: Freezer | None = None
         self._gate: Gate | None = None
         self._copies = 0
+        self._uppers: dict[Path, Pushed] = {}  # of its layers, those that were its own
+        self._merging: asyncio.Task[None] | None = None
+        self._merge_at = MERGE_AT
         self.paused = False
         self.handle = handle
         self.channel: Channel | None = None
@@ -303,7 +308,8 @@ class NamespaceBox:
     async def _freeze_files(self) -> NamespaceFrozen:
         keeper, held = self._around.keeper, self._held()
         try:
-            path = await keeper.push(self._number)
+            pushed = await keeper.push(self._number)
+            path = pushed.path
         except BusyFiles as busy:
             self._copies += 1
             target = Path(busy.tmpfs) / f"copy{self._copies}"
@@ -318,9 +324,43 @@ class NamespaceBox:
             root = replace(self._root, layers=(Layer(path=Path(path)), *self._root.layers))
         else:
             root = self._root = replace(self._root, layers=(Layer(path=Path(path)), *self._root.layers))
+            self._uppers[Path(path)] = pushed
+            self._merge_later()
         for each in held:
             keeper.share(str(each))
         return NamespaceFrozen(root, (Path(path), *held), keeper.release)
+
+    def _merge_later(self) -> None:
+        """Of a long chain of its own layers one is made, beside all else."""
+        layers = self._root.layers
+        count = next((at for at, layer in enumerate(layers) if layer.path not in self._uppers), len(layers))
+        if count >= self._merge_at and (self._merging is None or self._merging.done()):
+            self._merge_at = count + MERGE_AT  # should it fail
+            self._merging = asyncio.get_running_loop().create_task(self._merge(layers[:count]))
+
+    async def _merge(self, run: Sequence[Layer]) -> None:
+        """What fails here leaves the chain as it was: longer, not wrong."""
+        pushed = [self._uppers[layer.path] for layer in run]
+        self._copies += 1
+        target = f"merged{self._copies}"
+        with contextlib.suppress(OSError, SandboxError):
+            device = os.stat(run[0].path).st_dev
+            await asyncio.to_thread(
+                merge_layers, pushed[0].tmpfs, [each.upper for each in pushed], target, device=device
+            )
+            async with self._moving:
+                keeper = self._around.keeper
+                path = await keeper.hold(self._number, f"{pushed[0].tmpfs}/{target}")
+                layers = list(self._root.layers)
+                at = layers.index(run[0])
+                layers[at : at + len(run)] = [Layer(path=Path(path))]
+                keeper.merged(self._number, path, str(run[0].path), len(run))
+                keeper.release(path)  # the box's root holds it from here on
+                self._root = replace(self._root, layers=tuple(layers))
+                for layer in run:
+                    del self._uppers[layer.path]
+                self._uppers[Path(path)] = Pushed(path, pushed[0].tmpfs, target)
+                self._merge_at = MERGE_AT
 
     def _held(self) -> tuple[Path, ...]:
         """Layers in memory that its root stands on already."""

@@ -6,7 +6,8 @@
  *
  * Control socket (SOCK_SEQPACKET). To the keeper: 'C' create + agent socket + supervisor's end of it, 'K' u32 box,
  * 'S' u32 box (at rest: make its upper a layer), 'L' u32 box, u32 process (stop it for a live fork), 'B' u32 box, u32
- * command, u32 timeout_ms, and all of a 'C' (a branch of it, with its process as this command), 'l' u32 box (go on), 'H' u32 box, str (make this folder one), 'R' str (a layer is held by
+ * command, u32 timeout_ms, and all of a 'C' (a branch of it, with its process as this command), 'l' u32 box (go on), 'H' u32 box, str (make this folder one), 'M' u32 box, str, str, u32 (see
+ * on_merged), 'R' str (a layer is held by
  * one less), '+' str (by one more), 'O' str (a cgroup folder of
  * the supervisor), 'X' (end, whoever listens). From it: 'P' u32 box, u32 pid; 'E' u32 box, text (no box was made);
  * 'L' u32 box, 'y' and the layer's path, (none: nothing new was written), or 'b' (not now) or 'n' and why;
@@ -365,7 +366,27 @@ static void on_snapshot(uint32_t id) {
     if (box && read_spec((struct cursor){ box->message + 1, box->message + box->length, false }, &spec))
         error = push(box, &spec, answer + 1, sizeof answer - 1);
     if (error) snprintf(answer, sizeof answer, "n%s", error);
-    tell('S', id, answer, strlen(answer));
+    size_t length = strlen(answer);
+    if (!error) /* its folder is that of the upper before this one */
+        length += snprintf(answer + length, sizeof answer - length, "%c/proc/%d/fd/%d%cupper%u", 0, getpid(),
+                           box->root.tmpfs, 0, box->root.generation - 1);
+    tell('S', id, answer, length);
+}
+
+/* ``count`` layers of a box from ``first`` on are one, ``path``: its next root is made of that. */
+static void on_merged(uint32_t id, const char *path, const char *first, uint32_t count) {
+    struct box *box = living(id);
+    struct layer *layer = layer_find(path);
+    if (!box || !layer) return;
+    struct box_root *root = &box->root;
+    int at = 0;
+    while (at < root->num_layers && strcmp(root->layers[at]->path, first)) at++;
+    if (count < 1 || count > (uint32_t)(root->num_layers - at)) return;
+    layer->references++;
+    for (uint32_t i = 0; i < count; i++) layer_drop(root->layers[at + i]);
+    root->layers[at] = layer;
+    memmove(root->layers + at + 1, root->layers + at + count, (root->num_layers - at - count) * sizeof *root->layers);
+    root->num_layers -= count - 1;
 }
 
 /* Stops a box and makes its files a layer, for branches that follow. */
@@ -508,6 +529,13 @@ static int on_control(void) {
     case 'H': {
         uint32_t id = get_u32(&c);
         on_hold(id, get_str(&c, NULL));
+        break;
+    }
+    case 'M': {
+        uint32_t id = get_u32(&c);
+        const char *path = get_str(&c, NULL), *first = get_str(&c, NULL);
+        uint32_t count = get_u32(&c);
+        if (!c.bad) on_merged(id, path, first, count);
         break;
     }
     case '+':
