@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +13,11 @@ from folderbox import FolderBackend
 
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import NetworkPolicy, SandboxSpec, SandboxState
-from tandem.core.errors import PluginError, SandboxGone, SandboxUnavailable
+from tandem.core.errors import PluginError, SandboxGone, SandboxUnavailable, SnapshotCorrupt, SnapshotError
 from tandem.core.events import AnyEvent, SandboxCreated, SandboxFailed, SandboxKilled
+from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.audit import read
+from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.sandbox.records import Life
 
@@ -154,3 +161,121 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(PluginError, match="'namespaces'") as caught:
         SandboxManager(SandboxSection(backend="namespaces"), ListSink())
     assert "namespace" in caught.value.hint
+
+
+# ---- faults of real boxes: a typed error within its deadline, what was said before it is kept, nothing is done twice
+
+
+def served(tmp_path: Path, work: Callable[[SandboxManager], Awaitable[None]], *, store: str = "") -> None:
+    async def main() -> None:
+        backend = NamespaceBackend(state_folder=tmp_path)
+        manager = SandboxManager(
+            SandboxSection(warm=0), NowhereSink(), backend=backend, state=tmp_path, store=store
+        )
+        await manager.open()
+        try:
+            async with asyncio.timeout(30):
+                await work(manager)
+        finally:
+            await manager.close()
+
+    asyncio.run(main())
+
+
+def test_namespaces_a_corrupt_snapshot_is_named_and_makes_no_box(tmp_path: Path) -> None:
+    async def work(manager: SandboxManager) -> None:
+        session = await manager.create(SandboxSpec())
+        await session.files.write("name", "good")
+        taken = await manager.snapshot(session.id, name="base")
+        (blob,) = taken.blobs()
+        (path,) = [each for each in (tmp_path / "blobs").rglob(blob) if each.is_file()]
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        shutil.rmtree(tmp_path / "layers" / blob)  # the unpacked copy, as after a restart of the machine
+        with pytest.raises(SnapshotCorrupt, match=blob):
+            await manager.create(SandboxSpec(), snapshot="base")
+        assert list(manager.live) == [session.id]
+        assert await session.files.read("name") == b"good"
+
+    served(tmp_path, work)
+
+
+def test_namespaces_a_full_store_leaves_the_box_as_it_was(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount")
+
+    async def work(manager: SandboxManager) -> None:
+        session = await manager.create(SandboxSpec())
+        await session.files.write("big", os.urandom(2_000_000))
+        with pytest.raises(SnapshotError, match="full"):
+            await manager.snapshot(session.id)
+        assert session.state is SandboxState.RUNNING and not manager.snapshots.kept()
+        assert len(await session.files.read("big")) == 2_000_000
+        assert [child.error for child in await manager.fork(session.id, 1)] == [None]  # in memory it goes on
+
+    try:
+        served(tmp_path / "state", work, store=str(small / "blobs"))
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+@pytest.mark.parametrize("how", ["running", "paused"])
+def test_namespaces_a_dead_agent_ends_its_calls_and_its_box(tmp_path: Path, how: str) -> None:
+    async def work(manager: SandboxManager) -> None:
+        session = await manager.create(SandboxSpec())
+        heard: list[bytes] = []
+        call = asyncio.ensure_future(session.commands.run(
+            "echo once >> count; echo before; sleep 60", timeout_s=60, on_stdout=heard.append
+        ))
+        while not heard:
+            await asyncio.sleep(0.01)
+        if how == "paused":
+            await manager.pause(session.id)
+        assert session.box is not None and isinstance(manager.backend, NamespaceBackend)
+        os.kill(manager.backend.keeper.pids[int(session.box.handle)], signal.SIGKILL)
+        with pytest.raises(SandboxGone, match=session.id):
+            await call
+        assert b"".join(heard) == b"before\n"
+        assert session.state is SandboxState.DEAD and not manager.live
+        with pytest.raises(SandboxGone):
+            await manager.pause(session.id)
+        assert (await (await manager.create(SandboxSpec())).commands.run("echo on", timeout_s=20)).stdout == "on\n"
+
+    served(tmp_path, work)
+
+
+def test_namespaces_a_command_past_its_deadline_ends_with_its_children_and_keeps_its_output(tmp_path: Path) -> None:
+    async def work(manager: SandboxManager) -> None:
+        session = await manager.create(SandboxSpec())
+        line = "echo once >> count; echo said; setsid sh -c 'echo child; sleep 60' & (sleep 60 &) ; sleep 60"
+        late = await session.commands.run(line, timeout_s=0.5)
+        assert late.timed_out and late.exit_code is None and sorted(late.stdout.split()) == ["child", "said"]
+        left = await session.commands.run("cat count; ps -e -o comm= | grep -c sleep", timeout_s=20)
+        assert left.stdout == "once\n0\n"
+
+    served(tmp_path, work)
+
+
+def test_namespaces_a_caller_that_leaves_takes_its_command_along(tmp_path: Path) -> None:
+    async def work(manager: SandboxManager) -> None:
+        session = await manager.create(SandboxSpec())
+        heard: list[bytes] = []
+        call = asyncio.ensure_future(session.commands.run(
+            "echo once >> count; while :; do echo tick; sleep 0.01; done", timeout_s=60, on_stdout=heard.append
+        ))
+        while not heard:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        for _ in range(500):
+            seen = await session.commands.run("cat count; ps -e -o comm= | grep -c -x sh", timeout_s=20)
+            if seen.stdout == "once\n1\n":  # the shell that looks
+                return
+        raise AssertionError(seen.stdout)
+
+    served(tmp_path, work)
