@@ -99,6 +99,7 @@ struct box {
     int pidfd;           /* of its agent, which then is not our child; -1 otherwise */
     int num_branches;    /* boxes whose mother it is */
     bool retired;        /* killed, but for its agent: there are branches */
+    bool ending;         /* its agent was sent the signal */
 };
 int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s, const char *ways, const char *folder);
 const char *box_enter_cgroups(const struct box *box, struct cursor c, bool unified_too);

@@ -69,6 +69,7 @@ static bool remove_cgroups(struct box *box) {
 }
 
 static void end_agent(struct box *box) {
+    box->ending = true;
     if (box->pidfd >= 0) syscall(__NR_pidfd_send_signal, box->pidfd, SIGKILL, NULL, 0);
     else if (box->pid) kill(box->pid, SIGKILL);
 }
@@ -264,7 +265,7 @@ static const char *create(const struct box_spec *spec, struct box *box, int agen
 /* A box that starts as a copy of its mother's process. */
 static const char *branch(const struct box_spec *spec, struct box *box, int agent_fd, struct box *mother,
                           struct carried *carried) {
-    if (!mother || !mother->hold) return "its parent is gone";
+    if (!mother || !mother->hold || mother->ending) return "its parent is gone";
     carried->work_id = spec->work_id;
     carried->watch_bytes = spec->watch_bytes;
     const char *error = make_cgroups(box, spec->cgroups, NULL);

@@ -36,15 +36,18 @@ void trace_begin(void) {
 
 void trace_end(void) { alarm_after(0); }
 
-/* The next stop of a traced process. */
+/* The next stop of a traced process. Its end is not taken here: an agent is the keeper's child, and its end a box's. */
 static bool next_stop(pid_t pid, int *status) {
-    pid_t found = waitpid(pid, status, __WALL);
-    if (found != pid) {
+    siginfo_t what = { 0 };
+    if (waitid(P_PID, pid, &what, WSTOPPED | WEXITED | WNOWAIT | __WALL)) {
         if (errno == EINTR) errno = ETIMEDOUT;
         return false;
     }
+    what = (siginfo_t){ 0 };
     errno = ESRCH;
-    return WIFSTOPPED(*status);
+    if (waitid(P_PID, pid, &what, WSTOPPED | WNOHANG | __WALL) || what.si_pid != pid) return false; /* it ended */
+    *status = what.si_status << 8 | 0x7f; /* as waitpid has it */
+    return true;
 }
 
 static bool read_registers(struct traced *task) {
