@@ -159,8 +159,8 @@ def terminal(box):
 
     heard = []
     pty = box.pty.create(PtySize(rows=24, cols=80))
-    box.pty.send_stdin(pty.pid, b"stty size; exit\n")
     box.pty.resize(pty.pid, PtySize(rows=30, cols=100))
+    box.pty.send_stdin(pty.pid, b"stty size; exit\n")
     with contextlib.suppress(CommandExitException):
         pty.wait(on_pty=heard.append)
     text = b"".join(heard).decode()
