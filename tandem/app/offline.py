@@ -16,6 +16,7 @@ from tandem.algorithms.credit import demonstration, preference
 from tandem.algorithms.spec import AlgorithmSpec, Data, resolve
 from tandem.app.build import export_model, load_for_training, prepare_process
 from tandem.app.preflight import ModelFiles, prepare_model
+from tandem.app.ranks import TrainEngine, count_ranks, ranks_of, train_engine
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError
 from tandem.core.events import DataLoaded
@@ -24,7 +25,6 @@ from tandem.core.types import Sample
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.train.checkpoint import CheckpointStore
 from tandem.engine.train.score import Scorer, frozen_copy
-from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.train.value import RewardModelEngine, ValueModel
 from tandem.engine.weights import PublishedWeights
 from tandem.envs.dataset import Loaded, load_dataset, try_first_row
@@ -65,6 +65,8 @@ def prepare_offline(recipe: Recipe) -> OfflineReady:
             hint="set data.path to a .jsonl, .json, .csv, .parquet or .arrow file, or a folder of such",
         )
     pairs = algorithm.data is Data.PREFERENCES
+    if algorithm.loss.endswith(":bradley_terry") and count_ranks(recipe) > 1:
+        raise ConfigError("reward models train on one device", hint="set trainer.devices = 1")
     if recipe.data.eval_path and pairs:
         raise ConfigError("data.eval_path measures the loss of demonstrations; pairs have none yet")
     try_first_row(recipe.data, recipe.data.path)
@@ -92,26 +94,41 @@ async def train_offline(recipe: Recipe, ready: OfflineReady, folder: Path, sink:
     prepare_process(recipe)
     compute = ComputeQueue()
     try:
-        return await _Offline(recipe, ready, folder, sink, compute).run()
+        weights = PublishedWeights(load_for_training(recipe, ready.model.path))
+        async with ranks_of(recipe) as ranks:
+            if ready.is_reward:
+                engine = RewardModelEngine(
+                    ValueModel(weights.model),
+                    compute,
+                    train=recipe.engine.train,
+                    optimizer=recipe.optimizer,
+                    algorithm=ready.algorithm,
+                    total_steps=recipe.trainer.steps,
+                )
+            else:
+                steps = recipe.trainer.steps
+                engine = await train_engine(
+                    recipe, weights, compute, ranks, algorithm=ready.algorithm, total_steps=steps
+                )
+            return await _Offline(recipe, ready, folder, sink, compute, weights, engine).run()
     finally:
         compute.close()
 
 
 class _Offline:
     def __init__(
-        self, recipe: Recipe, ready: OfflineReady, folder: Path, sink: EventSink, compute: ComputeQueue
+        self,
+        recipe: Recipe,
+        ready: OfflineReady,
+        folder: Path,
+        sink: EventSink,
+        compute: ComputeQueue,
+        weights: PublishedWeights,
+        engine: TrainEngine | RewardModelEngine,
     ) -> None:
         self._recipe, self._ready, self._folder, self._sink = recipe, ready, folder, sink
-        model = load_for_training(recipe, ready.model.path)
-        self._weights = PublishedWeights(model)
-        self._reference = frozen_copy(model) if ready.algorithm.needs_reference else None
-        self._compute = compute
-        common = {"train": recipe.engine.train, "optimizer": recipe.optimizer, "algorithm": ready.algorithm,
-                  "total_steps": recipe.trainer.steps}  # fmt: skip
-        if ready.is_reward:
-            self._engine = RewardModelEngine(ValueModel(model), compute, **common)
-        else:
-            self._engine = LocalTrainEngine(self._weights, compute, **common)
+        self._weights, self._compute, self._engine = weights, compute, engine
+        self._reference = frozen_copy(weights.model) if ready.algorithm.needs_reference else None
         self._store = CheckpointStore(
             folder / "checkpoints",
             self._weights,
@@ -140,7 +157,7 @@ class _Offline:
 
     async def _evaluate(self) -> dict[str, float]:
         """Mean loss of the held-out demonstrations' tokens."""
-        if self._ready.held_out is None or not isinstance(self._engine, LocalTrainEngine):
+        if self._ready.held_out is None or isinstance(self._engine, RewardModelEngine):
             return {}
         samples = [sample for unit in _units(self._ready.held_out, pairs=False) for sample in unit]
         streams = await self._engine.score([sample.trajectory for sample in samples])

@@ -16,14 +16,15 @@ from tandem.algorithms.credit import demonstration
 from tandem.algorithms.spec import resolve
 from tandem.app.build import Parts, export_model, teacher_of
 from tandem.app.preflight import demonstrations
+from tandem.app.ranks import ranks_of, train_engine
 from tandem.config.sections.algorithm import AlgorithmSection
 from tandem.core.events import EngineReported
 from tandem.core.protocols import EventSink
 from tandem.core.types import Sample, WeightVersion
 from tandem.core.wire import derive_seed
 from tandem.engine.train.checkpoint import CheckpointStore, complete_steps
+from tandem.engine.train.ranks import RankGroup
 from tandem.engine.train.score import Scorer, frozen_copy
-from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.train.value import CriticEngine, ValueModel
 from tandem.rollout.assemble import demonstrate
 from tandem.trainer.batcher import Batcher
@@ -45,14 +46,18 @@ class TrainingSession:
 
     async def run(self) -> Path:
         """Run every phase that is not done yet; returns the exported model folder."""
+        async with ranks_of(self._parts.recipe) as ranks:
+            return await self._run(ranks)
+
+    async def _run(self, ranks: RankGroup | None) -> Path:
         recipe, parts = self._parts.recipe, self._parts
         fresh = not complete_steps(self._checkpoints)
         if fresh:
             await self._evaluate(BEFORE, 0)
             if recipe.warmup.steps:
-                await self._warm_up()
+                await self._warm_up(ranks)
                 await self._evaluate(WARMED, 0)
-        loop, store = self._make_loop()
+        loop, store = await self._make_loop(ranks)
         if fresh:
             await loop.save(0)
         else:
@@ -76,16 +81,11 @@ class TrainingSession:
         if loop.step and every and loop.step % every == 0:  # it follows the checkpoint, so it may be missing
             await self._evaluate_step(loop.step)
 
-    def _make_loop(self) -> tuple[TrainingLoop, CheckpointStore]:
+    async def _make_loop(self, ranks: RankGroup | None) -> tuple[TrainingLoop, CheckpointStore]:
         recipe, parts = self._parts.recipe, self._parts
         algorithm = resolve(recipe.algorithm)
-        engine = LocalTrainEngine(
-            parts.weights,
-            parts.compute,
-            train=recipe.engine.train,
-            optimizer=recipe.optimizer,
-            algorithm=algorithm,
-            total_steps=recipe.trainer.steps,
+        engine = await train_engine(
+            recipe, parts.weights, parts.compute, ranks, algorithm=algorithm, total_steps=recipe.trainer.steps
         )
         reference = None
         if algorithm.teacher:
@@ -144,18 +144,19 @@ class TrainingSession:
         """Write the weights as a Hugging Face folder ``model`` in the run folder (a newer one replaces it)."""
         return export_model(self._parts.weights.model, self._folder, base=self._parts.ready.model.path)
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self, ranks: RankGroup | None) -> None:
         recipe, parts = self._parts.recipe, self._parts
         if not recipe.warmup.steps:
             return
         spec = resolve(AlgorithmSection(name="sft"))
-        engine = LocalTrainEngine(
+        engine = await train_engine(
+            recipe,
             parts.weights,
             parts.compute,
-            train=recipe.engine.train,
-            optimizer=recipe.optimizer.model_copy(update={"learning_rate": recipe.warmup.learning_rate}),
+            ranks,
             algorithm=spec,
             total_steps=recipe.warmup.steps,
+            optimizer=recipe.optimizer.model_copy(update={"learning_rate": recipe.warmup.learning_rate}),
         )
         await warm_up(
             engine,

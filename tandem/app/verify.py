@@ -40,6 +40,9 @@ from tandem.core.types import (
 from tandem.core.wire import derive_seed
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
+from tandem.engine.train.parallel import Setup
+from tandem.engine.train.ranked import RankedTrainEngine
+from tandem.engine.train.ranks import RankGroup
 from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.weights import PublishedWeights
 from tandem.models.builtin import resolve_model
@@ -83,8 +86,9 @@ def verify(recipe: Recipe) -> int:
     return 1 if broken else 0
 
 
-async def examine(recipe: Recipe, *, algorithm: AlgorithmSpec | None = None) -> list[Check]:
-    """Run all checks; ``algorithm`` stands in for the recipe's."""
+async def examine(recipe: Recipe, *, algorithm: AlgorithmSpec | None = None, num_ranks: int = 2) -> list[Check]:
+    """Run all checks; ``algorithm`` stands in for the recipe's. The gradient of one process is compared with that of
+    ``num_ranks`` (1: not compared)."""
     prepare_process(recipe)
     method = algorithm or resolve(recipe.algorithm)
     if method.loss.endswith(":bradley_terry"):
@@ -94,6 +98,8 @@ async def examine(recipe: Recipe, *, algorithm: AlgorithmSpec | None = None) -> 
         bench = Bench(recipe, method, compute)
         checks = await _engine_checks(bench)
         checks += await _gradient_checks(bench)
+        if num_ranks > 1:
+            checks.append(await _rank_check(bench, num_ranks))
         return checks + await _knob_checks(bench)
     finally:
         compute.close()
@@ -108,14 +114,20 @@ class Bench:
         self.rng = np.random.default_rng(derive_seed("verify", recipe.trainer.seed))
         self.prompts = [self.rng.integers(0, self.spec.vocab_size, PROMPT).tolist() for _ in range(GROUPS)]
 
+    @property
+    def adapters(self) -> LoraSpec | None:
+        """The kind of adapters the recipe has."""
+        lora = self.recipe.lora
+        if not (lora.rank or lora.path):
+            return None
+        return LoraSpec(rank=lora.rank or 8, alpha=lora.alpha, targets=lora.targets, dora=lora.dora)
+
     def model(self, dtype: torch.dtype) -> CausalLM:
         """Always the same random weights, and where the recipe has adapters, some that do something."""
         model = init_model(self.spec, seed=0, dtype=dtype, numerics=self.recipe.engine.numerics)
-        lora = self.recipe.lora
-        if not (lora.rank or lora.path):
+        if self.adapters is None:
             return model
-        kind = LoraSpec(rank=lora.rank or 8, alpha=lora.alpha, targets=lora.targets, dora=lora.dora)
-        add_adapters(model, kind, seed=0)
+        add_adapters(model, self.adapters, seed=0)
         with torch.no_grad():
             for adapter in adapters_of(model).values():
                 adapter.b.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
@@ -205,6 +217,18 @@ class Bench:
         await engine.step(make_plan(1, samples, method, section))
         return {name: value for name, value in engine.optimizer.moments().items() if name.startswith("exp_avg.")}
 
+    async def ranked_gradient(self, samples: Sequence[Sample], ranks: RankGroup) -> dict[str, Tensor]:
+        """The same by the processes of a group."""
+        weights = PublishedWeights(self.model(torch.float32))
+        setup = Setup(
+            spec=self.spec, lora=self.adapters, dtype=torch.float32, numerics=self.recipe.engine.numerics,
+            train=self.recipe.engine.train, optimizer=STILL, algorithm=self.method,
+        )  # fmt: skip
+        engine = await RankedTrainEngine.open(weights, self.compute, ranks, setup=setup, total_steps=1)
+        await engine.step(make_plan(1, samples, self.method, self.recipe.engine.train))
+        moments = await asyncio.to_thread(engine.optimizer.moments)
+        return {name: value for name, value in moments.items() if name.startswith("exp_avg.")}
+
 
 def reduced(spec: ModelSpec) -> ModelSpec:
     """Few layers and a small vocabulary; heads, widths and capabilities as they are."""
@@ -278,6 +302,22 @@ async def _gradient_checks(bench: Bench) -> list[Check]:
             )
         )
     return checks
+
+
+async def _rank_check(bench: Bench, num_ranks: int) -> Check:
+    """One process's gradient against that of several, on the CPU whatever the recipe trains on."""
+    samples = bench.samples(bench.trajectories(await bench.sample(bench.model(torch.float32))), bench.method, drift=0.3)
+    whole = await bench.gradient(bench.method, samples, WHOLE)
+    ranks = RankGroup(num_ranks, threads=bench.recipe.engine.threads or 1)
+    try:
+        await asyncio.to_thread(ranks.start)
+        apart = difference(whole, await bench.ranked_gradient(samples, ranks))
+    finally:
+        ranks.close()
+    return Check(
+        name=f"gradient: {num_ranks} processes", wanted=f"within {CLOSE:.0e}", found=f"{apart:.1e} apart",
+        holds=apart <= CLOSE,
+    )  # fmt: skip
 
 
 async def _knob_checks(bench: Bench) -> list[Check]:

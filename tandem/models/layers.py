@@ -46,8 +46,9 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.ops.rms_norm(rows, self.weight, self.eps, offset=self.unit_offset).view(x.shape)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        normed = self.ops.rms_norm(rows, self.weight, self.eps, offset=self.unit_offset)
+        return normed if x.dim() == 2 else normed.view(x.shape)
 
 
 class Embedding(nn.Module):

@@ -93,3 +93,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
 def test_missing_data_is_said_before_a_model_is_loaded(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path is empty"):
         prepare_offline(load(flags=["--algorithm.name", "sft"])[0])
+
+
+def test_two_processes_lose_what_one_loses_and_resume_bit_for_bit(tmp_path) -> None:
+    many = ("--trainer.devices", "2")
+    assert train(*recipe(tmp_path, "sft", "one")) == 0
+    assert train(*recipe(tmp_path, "sft", "two", *many)) == 0
+    one, two, cut = (tmp_path / "runs" / name for name in ("one", "two", "cut"))
+    wanted = [pytest.approx(event.loss, rel=1e-4) for event in steps(one)]
+    assert [event.loss for event in steps(two)] == wanted
+    step = "checkpoints/step-000002"
+    shutil.copytree(two / step, cut / step)
+    shutil.copy(two / "recipe.json", cut)
+    (cut / "events.jsonl").touch()
+    assert train(*recipe_of(cut), resume=cut) == 0
+    model = "model/model.safetensors"
+    assert (cut / model).read_bytes() == (two / model).read_bytes()
+
+
+def test_a_reward_model_trains_on_one_device(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="one device"):
+        prepare_offline(recipe(tmp_path, "reward", "x", "--trainer.devices", "2")[0])

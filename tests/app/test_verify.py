@@ -27,7 +27,7 @@ def small(*words: str):
 def test_a_sound_recipe_has_no_broken_line(words, capsys) -> None:
     assert verify(small(*words)) == 0
     shown = capsys.readouterr().out
-    assert "BROKEN" not in shown and "equal bits" in shown and "0 broken" in shown
+    assert "BROKEN" not in shown and "equal bits" in shown and "2 processes" in shown and "0 broken" in shown
 
 
 def without_clip(spec: AlgorithmSpec, tokens: LossTokens) -> TokenLosses:
@@ -39,9 +39,10 @@ def own_normaliser(spec: AlgorithmSpec, tokens: LossTokens) -> TokenLosses:
     return dataclasses.replace(whole, loss=whole.loss / tokens.rl_shares_N.sum())
 
 
-def broken(loss) -> set[str]:
+def broken(loss, num_ranks: int = 1) -> set[str]:
     spec = dataclasses.replace(GRPO, loss=f"{__file__}:{loss.__name__}")
-    return {check.name for check in asyncio.run(examine(small(), algorithm=spec)) if not check.holds}
+    checks = asyncio.run(examine(small(), algorithm=spec, num_ranks=num_ranks))
+    return {check.name for check in checks if not check.holds}
 
 
 def test_a_clip_that_changes_nothing_is_found() -> None:
@@ -51,4 +52,6 @@ def test_a_clip_that_changes_nothing_is_found() -> None:
 
 
 def test_a_loss_that_normalises_within_its_micro_batch_is_found() -> None:
-    assert broken(own_normaliser) == {"gradient: micro-batches of one sample", "gradient: micro-batches of 60 tokens"}
+    assert broken(own_normaliser, num_ranks=2) == {
+        "gradient: micro-batches of one sample", "gradient: micro-batches of 60 tokens", "gradient: 2 processes",
+    }  # fmt: skip

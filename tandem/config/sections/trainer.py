@@ -12,6 +12,11 @@ class TrainerSection(Section):
     """Reinforcement steps."""
     seed: int = 0
     """Root of every random draw of the run."""
+    devices: int = Field(default=0, ge=0)
+    """GPUs that train together, each with its shard of weights and optimizer; on a CPU, processes. 0: all GPUs of the
+    machine; one process on a CPU. The gradient does not depend on it."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for another device's process; then the run ends with its name."""
     deterministic: bool = False
     """Same recipe, same bits: groups are taken in order, and a resumed run equals an uninterrupted one."""
     eval_every: int = Field(default=0, ge=0)

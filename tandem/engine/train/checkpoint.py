@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from tandem.core.errors import RecordError, writing
 from tandem.core.wire import decode, encode
-from tandem.engine.train.optimizer import AdamW
 from tandem.engine.train.random_state import random_state, set_random_state
 from tandem.engine.train.tensor_file import write_tensors
 from tandem.engine.weights import PublishedWeights
@@ -34,10 +33,19 @@ MANIFEST = "manifest.json"
 _TEMPORARY = ".unfinished-"
 
 
+class Optimizer(Protocol):
+    """The state of an optimizer, by parameter name; whole, however many ranks it is spread over."""
+
+    def weights(self) -> dict[str, Tensor]: ...
+    def moments(self) -> dict[str, Tensor]: ...
+    def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None: ...
+
+
 class Trained(Protocol):
     """What is trained beside the policy, and saved along."""
 
-    optimizer: AdamW
+    @property
+    def optimizer(self) -> Optimizer: ...
 
 
 class CheckpointStore:
@@ -48,7 +56,7 @@ class CheckpointStore:
         self,
         folder: Path,
         weights: PublishedWeights,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         keep: int,
         reference: nn.Module | None = None,

@@ -7,6 +7,7 @@ Invariant: the same numbers as the training forward pass gives, token for token.
 from __future__ import annotations
 
 import copy
+import functools
 from array import array
 from collections.abc import Sequence
 
@@ -52,23 +53,26 @@ class Scorer:
         """One stream a trajectory, at its temperature; nothing predicts the first token, which gets 0."""
         streams: list[Floats] = []
         for batch in within_budget(trajectories, self._section.micro_batch_tokens):
-            streams += await self._compute.run("train", lambda batch=batch: self._score(batch))
+            job = functools.partial(score_batch, self._model, batch, self._section)
+            streams += await self._compute.run("train", job)
         return streams
 
-    @torch.no_grad()
-    def _score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
-        device = self._model.head_weight.device
-        streams = [trajectory.token_ids[:-1] for trajectory in trajectories]
-        layout = lay_out(streams, share_prefixes=self._section.share_prefixes, device=device)
-        wanted = [np.arange(1, len(trajectory.token_ids)) for trajectory in trajectories]
-        predictions = predict(layout, trajectories, wanted, device)
-        context = AttentionContext(keys=layout.keys, write_slots_T=None, cache=None)
-        hidden_TD = self._model(layout.ids_T, layout.positions_T, context)
-        logprobs_N, _ = self._model.ops.token_logprobs(
-            hidden_TD.index_select(0, predictions.rows_N),
-            self._model.head_weight,
-            predictions.targets_N,
-            predictions.temperature_N,
-        )
-        parts = np.split(logprobs_N.float().cpu().numpy(), np.cumsum([len(tokens) for tokens in wanted])[:-1])
-        return [array("f", np.concatenate([np.zeros(1, np.float32), part]).tobytes()) for part in parts]
+
+@torch.no_grad()
+def score_batch(model: CausalLM, trajectories: Sequence[Trajectory], section: TrainSection) -> list[Floats]:
+    """The same for trajectories of one forward pass, on this thread."""
+    device = model.device
+    streams = [trajectory.token_ids[:-1] for trajectory in trajectories]
+    layout = lay_out(streams, share_prefixes=section.share_prefixes, device=device)
+    wanted = [np.arange(1, len(trajectory.token_ids)) for trajectory in trajectories]
+    predictions = predict(layout, trajectories, wanted, device)
+    context = AttentionContext(keys=layout.keys, write_slots_T=None, cache=None)
+    hidden_TD = model(layout.ids_T, layout.positions_T, context)
+    logprobs_N, _ = model.ops.token_logprobs(
+        hidden_TD.index_select(0, predictions.rows_N),
+        model.head_weight,
+        predictions.targets_N,
+        predictions.temperature_N,
+    )
+    parts = np.split(logprobs_N.float().cpu().numpy(), np.cumsum([len(tokens) for tokens in wanted])[:-1])
+    return [array("f", np.concatenate([np.zeros(1, np.float32), part]).tobytes()) for part in parts]

@@ -9,24 +9,21 @@ a step that fails or is cancelled before its last job leaves weights, optimizer 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.algorithms.losses import LossTokens, TokenLosses
-from tandem.algorithms.spec import AlgorithmSpec, function_named
+from tandem.algorithms.spec import AlgorithmSpec
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.types import BatchPlan, Floats, Sample, StepResult, Trajectory, WeightVersion
 from tandem.engine.compute import ComputeQueue
-from tandem.engine.train.batch import make_micro_batch
+from tandem.engine.train.learner import Learner, Normaliser
 from tandem.engine.train.optimizer import AdamW
 from tandem.engine.train.schedule import learning_rate
 from tandem.engine.train.score import Scorer
-from tandem.engine.train.statistics import conclude, measure
+from tandem.engine.train.statistics import conclude
 from tandem.engine.weights import PublishedWeights
-from tandem.models.attention import AttentionContext
 
 
 class LocalTrainEngine:
@@ -45,10 +42,8 @@ class LocalTrainEngine:
         self.optimizer = AdamW(weights.model, optimizer)
         self._weights = weights
         self._compute = compute
-        self._train = train
         self._schedule = optimizer
-        self._algorithm = algorithm
-        self._loss = cast("Callable[[AlgorithmSpec, LossTokens], TokenLosses]", function_named(algorithm.loss))
+        self._learner = Learner(weights.model, train=train, algorithm=algorithm)
         self._total_steps = total_steps
         self._unpublished = False
         self._scorer = Scorer(weights.model, compute, train)
@@ -63,24 +58,13 @@ class LocalTrainEngine:
         for row in plan.rows:
             measured.append(await self._compute.run("train", lambda row=row: self._micro_batch(row, plan)))
 
-        def finish() -> tuple[float, float, int, dict[str, float]]:
+        def finish() -> StepResult:
             norm = self.optimizer.step(rate)
             self._weights.bump(plan.step)
             self._unpublished = True
-            return norm, *conclude(measured)
+            return result_of(plan, measured, norm=norm, rate=rate, started=started)
 
-        norm, loss, num_computed, metrics = await self._compute.run("train", finish)
-        metrics["computed_tokens"] = float(num_computed)
-        return StepResult(
-            step=plan.step,
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            num_loss_tokens=plan.num_loss_tokens,
-            num_tokens=sum(len(sample.trajectory.token_ids) for row in plan.rows for sample in row),
-            metrics=metrics,
-            train_s=time.perf_counter() - started,
-        )
+        return await self._compute.run("train", finish)
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
         """Log-probability of every token under the current weights, one stream a trajectory."""
@@ -99,27 +83,28 @@ class LocalTrainEngine:
         await self._compute.run("train", self.optimizer.discard)
 
     def _micro_batch(self, row: Sequence[Sample], plan: BatchPlan) -> Tensor:
-        model = self._weights.model
-        batch = make_micro_batch(
-            row,
-            self._algorithm,
-            num_loss_tokens_of_step=plan.num_loss_tokens,
-            num_sequences_of_step=plan.num_sequences,
-            version=self._weights.version,
-            share_prefixes=self._train.share_prefixes,
-            device=model.head_weight.device,
-        )
-        context = AttentionContext(keys=batch.layout.keys, write_slots_T=None, cache=None)
-        hidden_TD = model(
-            batch.layout.ids_T, batch.layout.positions_T, context, checkpoint=self._train.checkpoint_activations
-        )
-        logprobs_N, entropy_N = model.ops.token_logprobs(
-            hidden_TD.index_select(0, batch.predictions.rows_N),
-            model.head_weight,
-            batch.predictions.targets_N,
-            batch.predictions.temperature_N,
-        )
-        losses = self._loss(self._algorithm, batch.loss_tokens(logprobs_N, entropy_N))
-        losses.loss.backward()
+        measured = self._learner.micro_batch(row, normaliser(plan, self._weights.version))
         self.optimizer.accumulate()
-        return measure(batch, logprobs_N, entropy_N, losses)
+        return measured
+
+
+def normaliser(plan: BatchPlan, version: int) -> Normaliser:
+    """What the micro-batches of a plan divide by."""
+    return Normaliser(num_loss_tokens=plan.num_loss_tokens, num_sequences=plan.num_sequences, version=version)
+
+
+def result_of(
+    plan: BatchPlan, measured: Sequence[Tensor], *, norm: float, rate: float, started: float
+) -> StepResult:
+    """The record of a finished step, from what its micro-batches measured; ``started`` by ``time.perf_counter``."""
+    loss, num_computed, metrics = conclude(measured)
+    return StepResult(
+        step=plan.step,
+        loss=loss,
+        grad_norm=norm,
+        learning_rate=rate,
+        num_loss_tokens=plan.num_loss_tokens,
+        num_tokens=sum(len(sample.trajectory.token_ids) for row in plan.rows for sample in row),
+        metrics=metrics | {"computed_tokens": float(num_computed)},
+        train_s=time.perf_counter() - started,
+    )

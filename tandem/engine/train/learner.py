@@ -1,0 +1,84 @@
+"""One rank's part of a step: micro-batches forward and backward, on its own copy or shard of the model.
+
+Owns: what happens between a row of samples and its gradient. Refuses: which rows, when, and the update.
+Invariant: a micro-batch adds its samples' shares of the step's loss and nothing else, so the sum over micro-batches
+and ranks is the gradient of the step however the samples are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.losses import LossTokens, TokenLosses
+from tandem.algorithms.spec import AlgorithmSpec, function_named
+from tandem.config.sections.engine import TrainSection
+from tandem.core.types import Sample
+from tandem.engine.train.batch import make_micro_batch
+from tandem.engine.train.statistics import measure
+from tandem.kernels.ops import KeyIndex
+from tandem.models.attention import AttentionContext
+from tandem.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normaliser:
+    """What every micro-batch of a step divides by, on every rank, and the version that is being trained."""
+
+    num_loss_tokens: int
+    num_sequences: int
+    version: int
+
+
+class Learner:
+    """Differentiates the algorithm's loss on one model."""
+
+    def __init__(self, model: CausalLM, *, train: TrainSection, algorithm: AlgorithmSpec) -> None:
+        self.model = model
+        self._train = train
+        self._algorithm = algorithm
+        self._loss = cast("Callable[[AlgorithmSpec, LossTokens], TokenLosses]", function_named(algorithm.loss))
+
+    def micro_batch(self, row: Sequence[Sample], step: Normaliser) -> Tensor:
+        """Forward and backward of one row; gradients are on the weights, the measurements are returned."""
+        model = self.model
+        batch = make_micro_batch(
+            row,
+            self._algorithm,
+            num_loss_tokens_of_step=step.num_loss_tokens,
+            num_sequences_of_step=step.num_sequences,
+            version=step.version,
+            share_prefixes=self._train.share_prefixes,
+            device=model.device,
+        )
+        context = AttentionContext(keys=batch.layout.keys, write_slots_T=None, cache=None)
+        hidden_TD = model(
+            batch.layout.ids_T, batch.layout.positions_T, context, checkpoint=self._train.checkpoint_activations
+        )
+        logprobs_N, entropy_N = model.ops.token_logprobs(
+            hidden_TD.index_select(0, batch.predictions.rows_N),
+            model.head_weight,
+            batch.predictions.targets_N,
+            batch.predictions.temperature_N,
+        )
+        losses = self._loss(self._algorithm, batch.loss_tokens(logprobs_N, entropy_N))
+        losses.loss.backward()
+        return measure(batch, logprobs_N, entropy_N, losses)
+
+    def idle(self) -> None:
+        """A pass that adds nothing: where the weights are sharded, a rank without samples must take part in every
+        exchange of the others. Without gradients only the forward pass runs."""
+        device = self.model.device
+        keys = KeyIndex(
+            slots_L=torch.zeros(1, dtype=torch.int32, device=device),
+            starts_T=torch.zeros(1, dtype=torch.int64, device=device),
+            counts_T=torch.ones(1, dtype=torch.int32, device=device),
+        )
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        hidden_TD = self.model(first, first, AttentionContext(keys=keys), checkpoint=self._train.checkpoint_activations)
+        if torch.is_grad_enabled():
+            (hidden_TD.sum() * 0.0).backward()
