@@ -8,7 +8,7 @@ from folderbox import FolderBackend
 
 import tandem
 from tandem.config.sections.sandbox import SandboxSection
-from tandem.core.boxes import SandboxState
+from tandem.core.boxes import NetworkPolicy, SandboxState
 from tandem.core.errors import SandboxError, SandboxUnavailable
 from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.face import Sandbox
@@ -62,6 +62,25 @@ def test_a_live_fork_gives_each_child_the_running_command() -> None:
                 assert refused.value.hint and (await box.commands.run("echo on", timeout_s=10)).stdout == "on\n"
         except SandboxUnavailable as error:
             pytest.skip(f"no live fork here: {error.message}")
+
+    asyncio.run(main())
+
+
+def test_a_live_child_has_the_network_of_its_policy() -> None:
+    listening = "awk '$4 == \"0A\" { print $2 }' /proc/net/tcp | sort; env | grep -ci _proxy"
+
+    async def main() -> None:
+        try:
+            async with Sandbox.create(lifetime_s=60, network=NetworkPolicy(allow=("example.com",))) as box:
+                await box.commands.start(["bash"])
+                (child,) = await box.fork(live=True)
+                assert isinstance(child, Sandbox), child
+                answers = [(await each.commands.run(listening, timeout_s=10)).stdout for each in (box, child)]
+                assert answers[0] == answers[1] and ":" in answers[0]
+                await box.kill()
+                assert (await child.commands.run(listening, timeout_s=10)).stdout == answers[1]
+        except SandboxUnavailable as error:
+            pytest.skip(f"no live fork or no network here: {error.message}")
 
     asyncio.run(main())
 

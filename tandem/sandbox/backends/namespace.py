@@ -127,8 +127,6 @@ class NamespaceBackend:
         self, mother: NamespaceBox, spec: SandboxSpec, root: Root, process: NamespaceProcess, *, timeout_s: float
     ) -> NamespaceBox:
         """A box with a copy of a still box's one process. Raises as ``create``."""
-        if not spec.network.none:
-            raise refuse("namespace", Ability.NETWORK)
         template, steps = self._template("host" if root.host_base else "image")
         number = self._next
         self._next += 1
