@@ -108,6 +108,21 @@ def test_a_policy_lives_through_pause_snapshot_and_fork(tmp_path: Path) -> None:
     in_boxes(tmp_path / "s", work)
 
 
+def test_live_copies_have_a_network_of_their_own(tmp_path: Path) -> None:
+    async def work(boxes: SandboxManager, port: int) -> None:
+        if Ability.LIVE_FORK not in boxes.backend.abilities:
+            pytest.skip("no live fork here")
+        box = await made(boxes, allowing("a.org"))
+        python = await box.commands.start(["python3", "-i", "-q"])
+        await python.send_stdin(b"kept = 1\n")
+        first, second = [child.session for child in await boxes.fork(box.id, 2, live=True)]
+        assert first is not None and second is not None and await ask(first, port) == "hi"
+        await boxes.set_network(first.id, NetworkPolicy())
+        assert await ask(first, port) != "hi" and await ask(second, port) == "hi" and await ask(box, port) == "hi"
+
+    in_boxes(tmp_path / "s", work)
+
+
 def test_the_next_server_takes_up_policies_within_its_own_bound(tmp_path: Path) -> None:
     async def main() -> None:
         async with server(ANSWER) as (port, _):
