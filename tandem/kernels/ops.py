@@ -18,13 +18,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem.core.errors import EngineError
 from tandem.kernels import functions
-from tandem.kernels.impl.cpu import native
+from tandem.kernels.impl.cpu import native, projection
 
 # How many rows a CPU projection must have for a row to get the same bits in every batch. Measured on machines of two
 # makers, with and without tile instructions (AMX); ``tests/kernels`` looks on the machine it runs on.
 LEAST_ROWS = 2  # a matrix-vector product takes another road
 # The library's bfloat16 kernels with tile instructions sum in an order that depends on the number of rows, but on
-# nothing else. Ours (``impl/cpu/tiles.c``) do not; where they cannot be built every call gets this many rows.
+# nothing else. Ours (``impl/cpu/projection.c``) do not; where they cannot be built every call gets this many rows.
 TILE_ROWS = 64
 PACK_ROWS = 64  # above this many rows packing a bfloat16 weight gains nothing
 
@@ -64,7 +64,8 @@ class Ops:
         self.numerics = numerics
         self.device = torch.device(device)
         self._tiles = self.device.type == "cpu" and torch.cpu._is_amx_tile_supported()
-        self._own_tiles = self._tiles and native.has_tiles()
+        # The instructions of our own bfloat16 projections.
+        self.road = projection.road() if self.device.type == "cpu" else projection.NONE
         # Packed copies, keyed by weight; remade when the weight has changed since.
         self._packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -73,10 +74,10 @@ class Ops:
         rows = x_TK.shape[0]
         if self.numerics == "fast" or self.device.type != "cpu" or rows == 0:
             return F.linear(x_TK, weight_NK, bias_N)
-        tiles = self._tiles and x_TK.dtype is torch.bfloat16
-        if tiles and self._own_tiles:
-            out = functions.PackedLinear.apply(x_TK, weight_NK, self._tiled_product)
-        elif tiles:
+        half = x_TK.dtype is torch.bfloat16
+        if half and self.road:
+            out = functions.PackedLinear.apply(x_TK, weight_NK, self._own_product)
+        elif half and self._tiles:
             out = functions.PackedLinear.apply(x_TK, weight_NK, self._blocked_product)
         elif x_TK.dtype is torch.float32 or (rows <= PACK_ROWS and not torch.is_grad_enabled()):
             # The stock float32 product packs the weight anew at every call, in ways that depend on the rows.
@@ -129,9 +130,9 @@ class Ops:
 
     def logits(self, hidden_TD: Tensor, head_VD: Tensor) -> Tensor:
         """Float32 logits ``[T, V]``; the projection of sampler and trainer alike."""
-        exact = self.numerics == "exact" and self._own_tiles and hidden_TD.dtype is torch.bfloat16
+        exact = self.numerics == "exact" and self.road and hidden_TD.dtype is torch.bfloat16
         if exact and not torch.is_grad_enabled():
-            return native.tiles_linear(hidden_TD, self._tiled(head_VD), head_VD.shape[0], wide=True)
+            return projection.linear(hidden_TD, self.packed(head_VD), head_VD.shape[0], road=self.road, wide=True)
         return self.linear(hidden_TD, head_VD).float()
 
     def token_logprobs(
@@ -150,17 +151,18 @@ class Ops:
         """Drop the packed copies of weights; they are made again where they are needed."""
         self._packed.clear()
 
-    def _tiled_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        return native.tiles_linear(x_TK, self._tiled(weight_NK), weight_NK.shape[0])
+    def packed(self, weight_NK: Tensor) -> Tensor:
+        """A bfloat16 weight as our own projections read it; made again when the weight has changed."""
+        return self._packed_by(weight_NK, projection.pack)
+
+    def _own_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        return projection.linear(x_TK, self.packed(weight_NK), weight_NK.shape[0], road=self.road)
 
     def _blocked_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
         return torch.cat([_padded_product(x, self._reordered(weight_NK), TILE_ROWS) for x in x_TK.split(TILE_ROWS)])
 
     def _packed_product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
         return _padded_product(x_TK, self._reordered(weight_NK), LEAST_ROWS)
-
-    def _tiled(self, weight_NK: Tensor) -> Tensor:
-        return self._packed_by(weight_NK, lambda weight: native.tiles_pack(weight.contiguous()))
 
     def _reordered(self, weight_NK: Tensor) -> Tensor:
         """The weight in oneDNN's own layout: 1.2 to 2 times as fast for few rows."""
@@ -169,10 +171,10 @@ class Ops:
         )
 
     def _packed_by(self, weight_NK: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
-        version = weight_NK._version
+        state = weight_NK._version, weight_NK.data_ptr()
         kept = self._packed.get(weight_NK)
-        if kept is None or kept[0] != version:
-            kept = version, pack(weight_NK.detach())
+        if kept is None or kept[0] != state:
+            kept = state, pack(weight_NK.detach())
             self._packed[weight_NK] = kept
         return kept[1]
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from tandem.kernels.ops import Ops
 from tandem.models.attention import Attention, AttentionContext
 from tandem.models.experts import Mixture
+from tandem.models.fused import FusedLayers
 from tandem.models.layers import Embedding, GatedMLP, Linear, Norm, RopeTable
 from tandem.models.spec import ModelSpec
 
@@ -37,6 +38,19 @@ class DecoderLayer(nn.Module):
             self.mlp = Mixture(spec, experts, ops, dtype=dtype, device=device)
         self.mlp_post_norm = norm() if spec.post_norms else nn.Identity()
 
+    def parts(self) -> dict[str, Linear | Norm]:
+        """Projections and norms, by the names that ``kernels.impl.cpu.decoder`` knows; without a mixture's."""
+        attention = self.attention
+        found: dict[str, nn.Module] = {
+            "attention_norm": self.attention_norm, "qkv": attention.qkv, "out": attention.out,
+            "attention_post": self.attention_post_norm, "mlp_norm": self.mlp_norm, "mlp_post": self.mlp_post_norm,
+        }  # fmt: skip
+        if attention.spec.qk_norm:
+            found |= {"query_norm": attention.query_norm, "key_norm": attention.key_norm}
+        if isinstance(self.mlp, GatedMLP):
+            found |= {"gate_up": self.mlp.gate_up, "down": self.mlp.down}
+        return {name: part for name, part in found.items() if isinstance(part, Linear | Norm)}
+
     def forward(
         self, x_TE: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
@@ -54,12 +68,12 @@ class CausalLM(nn.Module):
         self.spec = spec
         self.ops = ops
         self.embedding = Embedding(spec, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(spec, layer, ops, dtype=dtype, device=device) for layer in range(spec.num_layers)
-        )
+        layers = [DecoderLayer(spec, layer, ops, dtype=dtype, device=device) for layer in range(spec.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = Norm(spec.hidden_size, spec, ops, dtype=dtype, device=device)
         if not spec.tied_head:
             self.head = Linear(spec.hidden_size, spec.vocab_size, ops, bias=False, dtype=dtype, device=device)
+        self._fused = FusedLayers(spec, ops, [layer.parts() for layer in layers], self.norm)
         self._rope = RopeTable(spec.rope, spec, device=device)
         self._local_rope = RopeTable(spec.local_rope, spec, device=device) if spec.local_rope else self._rope
 
@@ -76,6 +90,11 @@ class CausalLM(nn.Module):
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
+    def forget_packed(self) -> None:
+        """Drop the packed copies of weights; they are made again where they are needed."""
+        self._fused.forget()
+        self.ops.forget_packed()
+
     def forward(
         self,
         ids_T: torch.Tensor,
@@ -88,6 +107,8 @@ class CausalLM(nn.Module):
         x_TE = self.embedding(ids_T)
         everywhere = self._rope.at(positions_T)
         local = self._local_rope.at(positions_T) if self.spec.local_rope else everywhere
+        if self._fused.takes(x_TE, context):
+            return self._fused(x_TE, (everywhere, local), context)
         for number, layer in enumerate(self.layers):
             cos_TD, sin_TD = local if self.spec.window(number) else everywhere
             if checkpoint and torch.is_grad_enabled():

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tandem.core.errors import EngineError
 from tandem.kernels.functions import row_logprobs
-from tandem.kernels.impl.cpu import native
 from tandem.kernels.ops import Ops
 from tests.kernels.attention_cases import exact_attention, key_index, packed_keys, random_qkv, shared_keys
 
@@ -65,23 +64,6 @@ def test_linear_is_right_and_differentiable(ops, dtype):
         torch.testing.assert_close(found, wanted)
     with torch.no_grad():
         assert torch.equal(ops.linear(x, weight, bias), out)
-
-
-@pytest.mark.parametrize(("num_in", "num_out"), [(64, 32), (40, 17), (576, 100)])
-def test_tile_products_are_right_for_every_number_of_rows(threads, num_in, num_out):
-    if not native.has_tiles():
-        pytest.skip("this machine has no tile instructions for bfloat16")
-    weight = rows(num_out, num_in, torch.bfloat16, 1)
-    packed = native.tiles_pack(weight)
-    for count in (1, 2, 15, 16, 17, 31, 32, 33, 64, 79):
-        x = rows(count, num_in, torch.bfloat16, count)
-        exact = x.double() @ weight.double().T
-        out = native.tiles_linear(x, packed, num_out)
-        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=2**-8)
-        assert torch.equal(native.tiles_linear(x, packed, num_out, wide=True), out.float())
-        assert torch.equal(native.tiles_linear(rows(count, 2 * num_in, torch.bfloat16)[:, :num_in], packed, num_out),
-                           native.tiles_linear(rows(count, 2 * num_in, torch.bfloat16)[:, :num_in].clone(), packed,
-                                               num_out))  # fmt: skip
 
 
 def test_no_rows_is_no_rows(ops):

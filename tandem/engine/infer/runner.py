@@ -57,7 +57,7 @@ class Runner:
         if not self._is_asleep:
             self._is_asleep = True
             del self._cache, self._mover
-        self._model.ops.forget_packed()
+        self._model.forget_packed()
 
     def wake(self) -> None:
         """Have a cache again, an empty one, if there is none."""

@@ -19,7 +19,8 @@ from pathlib import Path
 from tandem.core.cache import cache_folder, make_folder
 from tandem.core.errors import EngineError, boundary
 
-SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("attention", "head", "moving", "rows", "tiles"))
+UNITS = ("attention", "decoder", "head", "moving", "projection", "rows")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in UNITS)
 HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("kernels", "vectors"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 120

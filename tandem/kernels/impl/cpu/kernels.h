@@ -25,6 +25,23 @@ typedef struct {
 /* Floats of scratch memory that a thread needs for ``attend``; ``padded``: the longest row in whole vectors. */
 HIDDEN int64_t attention_longest(const Attention *a);
 HIDDEN int64_t attention_scratch(const Attention *a, int64_t padded);
+/* Projections of bfloat16 rows. */
+enum { TILES = 1, PAIRS = 2 };          /* instructions: of whole tiles (AMX), of pairs of numbers (AVX512_BF16) */
+enum { STORE = 0, ADD = 1, GATE = 2 };  /* what becomes of a sum */
+typedef struct {
+  const uint16_t *x, *packed;
+  void *out;
+  const uint16_t *bias;   /* [n], may be null */
+  int64_t x_row, out_row; /* in elements */
+  int64_t m, n, k;        /* k is a multiple of 32; with GATE the weight has 2 n outputs, n a multiple of 16 */
+  int64_t wide;           /* sums are written as float32, rounded to bfloat16 all the same */
+  int64_t threads, road, kind, activation;
+} Projection;
+HIDDEN int64_t projection_units(const Projection *p);
+HIDDEN void project(const Projection *p, int64_t unit);
+/* What a thread calls behind its last unit. */
+HIDDEN void projection_end(const Projection *p);
+
 /* One row and group of query heads. */
 HIDDEN void attend(const Attention *a, int64_t row, int64_t group, float *scratch, int64_t padded);
 

@@ -7,7 +7,6 @@ do not take (``supports`` says which).
 from __future__ import annotations
 
 import ctypes
-import functools
 from ctypes import c_float, c_int64, c_void_p
 
 import torch
@@ -18,7 +17,6 @@ from tandem.kernels.impl.cpu.build import library
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = ("silu", "gelu_tanh")
 LANES = 16
-TILE_OUTS, TILE_INS = 16, 32
 
 
 class _Attention(ctypes.Structure):
@@ -35,13 +33,6 @@ class _Backward(ctypes.Structure):
     _fields_ = (
         [(name, c_void_p) for name in ("q_scaled", "grad", "dq", "dk", "dv", "delta", "readers", "reader_starts")]
         + [("slots", c_int64)]
-    )
-
-
-class _Projection(ctypes.Structure):
-    _fields_ = (
-        [(name, c_void_p) for name in ("x", "packed", "out")]
-        + [(name, c_int64) for name in ("x_row", "out_row", "m", "n", "k", "wide", "threads")]
     )
 
 
@@ -138,35 +129,3 @@ def gate_mul(gate_TF: Tensor, up_TF: Tensor, activation: str) -> Tensor:
         c_int64(torch.get_num_threads()),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """Whether projections of bfloat16 rows can run on this machine's tile instructions."""
-    return library() is not None and bool(library().tiles_ready())
-
-
-def tiles_pack(weight_NK: Tensor) -> Tensor:
-    """A contiguous bfloat16 weight in the order in which ``tiles_linear`` reads it; padded with zeros to whole
-    tiles, so somewhat larger."""
-    outs, ins = weight_NK.shape
-    packed = torch.empty(-(-outs // TILE_OUTS) * TILE_OUTS * (-(-ins // TILE_INS) * TILE_INS), dtype=torch.bfloat16)
-    library().tiles_pack(
-        c_void_p(weight_NK.data_ptr()), c_void_p(packed.data_ptr()), c_int64(outs), c_int64(ins),
-        c_int64(torch.get_num_threads()),
-    )  # fmt: skip
-    return packed
-
-
-def tiles_linear(x_TK: Tensor, packed: Tensor, num_out: int, *, wide: bool = False) -> Tensor:
-    """``x @ weight.T`` for a packed weight, ``[T, num_out]``, rounded to bfloat16; ``wide``: held as float32."""
-    rows, size = x_TK.shape
-    if size % TILE_INS or x_TK.stride(1) != 1:
-        x_TK = torch.nn.functional.pad(x_TK, (0, -size % TILE_INS)).contiguous()
-    out_TN = torch.empty((rows, num_out), dtype=torch.float32 if wide else torch.bfloat16)
-    told = _Projection(
-        x_TK.data_ptr(), packed.data_ptr(), out_TN.data_ptr(), x_TK.stride(0), num_out, rows, num_out,
-        x_TK.shape[1], wide, torch.get_num_threads(),
-    )  # fmt: skip
-    library().tiles_linear(ctypes.byref(told))
-    return out_TN

@@ -32,8 +32,14 @@ float norm_row(const void *x, const void *weight, void *out, int64_t size, float
 }
 
 void turn_head(const void *x, const float *cosine, const float *sine, void *out, int64_t size, float sign, int type) {
-  const int64_t half = size / 2;
-  for (int64_t d = 0; d < half; d++) {
+  const int64_t half = size / 2, whole = half / LANES * LANES;
+  for (int64_t d = 0; d < whole; d += LANES) {
+    const vec a = load16(x, d, type), b = load16(x, half + d, type), turn = sign * *(const vec *)(sine + d);
+    const vec c = *(const vec *)(cosine + d);
+    store16(out, d, a * c - b * turn, type);
+    store16(out, half + d, b * c + a * turn, type);
+  }
+  for (int64_t d = whole; d < half; d++) {
     const float a = load1(x, d, type), b = load1(x, half + d, type), turn = sign * sine[d];
     store1(out, d, a * cosine[d] - b * turn, type);
     store1(out, half + d, b * cosine[d] + a * turn, type);
