@@ -5,7 +5,7 @@ command, round trip, pause, resume, cold pause (with swap), snapshot of a runnin
 changed, a child of that snapshot to its first reply, destruction, creations a second; and through the manager:
 creation after a pause and creation to the end of the first command, on
 demand and from the warm pool; a command's round trip, a file's round trip, destruction; and of one whole life against
-bubblewrap's, if that is installed, in turns.
+those of bubblewrap, kern-sandbox and runsc, where these are installed, in turns. Guest: this machine's own programs.
 On a busy machine the minimum is the figure to look at; ``--fifo`` (root) keeps other work off this one and its
 keeper; the boxes themselves stay ordinary processes.
 """
@@ -19,8 +19,10 @@ import os
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxSpec
@@ -37,6 +39,31 @@ BUBBLEWRAP = [
     "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev",
     "--tmpfs", "/tmp",
 ]
+
+
+
+def peers(folder: Path) -> dict[str, list[str] | str]:
+    """One life of a box of each peer, from nothing to the end of ``true``; or why it is missing."""
+    (folder / "true.c").write_text("int main(void) { return 0; }")
+    root = folder / "root"
+    for name in ("proc", "dev", "tmp", "etc"):
+        (root / name).mkdir(parents=True)
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    made = compiler and not subprocess.run([compiler, "-static", "-o", root / "true", folder / "true.c"]).returncode
+    commands = {
+        "bubblewrap (no limits, no files)": ("bwrap", [*BUBBLEWRAP, "true"], True),
+        "kern-sandbox": ("kern", ["box", "peer", "--rm", "--rootfs", str(root), "--", "/true"], made),
+        "runsc do": ("runsc", ["--network=none", "--ignore-cgroups", "do", "/bin/true"], True),
+    }
+    found: dict[str, list[str] | str] = {}
+    for name, (program, arguments, ready) in commands.items():
+        path = shutil.which(program)
+        if path is None or not ready:
+            found[name] = f"{program} is not installed" if path is None else "no static program could be compiled"
+            continue
+        tried = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60)
+        found[name] = [path, *arguments] if tried.returncode == 0 else f"it fails: {tried.stderr.strip()[-200:]}"
+    return found
 
 
 class Table:
@@ -155,15 +182,18 @@ async def measure(rounds: int) -> None:
         await table.time("write 10 kB", lambda box=box: box.files.write("a", b"x" * 10_000))
         await table.time("read 10 kB", lambda box=box: box.files.read("a"))
         await table.time("destroy", box.kill)
-    bubblewrap = shutil.which("bwrap")
-    for _ in range(rounds):
-        await table.time("one life: create, true, destroy", lambda: life(manager))
-        if bubblewrap:
-            started = time.perf_counter()
-            subprocess.run([bubblewrap, *BUBBLEWRAP, "true"], check=True)
-            table.times.setdefault("one life: bubblewrap (no limits, no files)", []).append(
-                (time.perf_counter() - started) * 1000
-            )
+    with tempfile.TemporaryDirectory() as folder:
+        others = peers(Path(folder))
+        for name, reason in others.items():
+            if isinstance(reason, str):
+                print(f"{name}: missing, {reason}")
+        for _ in range(rounds):
+            await table.time("one life: create, true, destroy", lambda: life(manager))
+            for name, command in others.items():
+                if not isinstance(command, str):
+                    started = time.perf_counter()
+                    subprocess.run(command, check=True, capture_output=True)
+                    table.times.setdefault(f"one life: {name}", []).append((time.perf_counter() - started) * 1000)
     for _ in range(3):
         boxes = await table.time("create 64 at once", lambda: asyncio.gather(
             *(manager.create(SandboxSpec()) for _ in range(64))))
