@@ -67,7 +67,12 @@ def longest_tail(text: str, words: Sequence[str]) -> int:
 class AnswerReader:
     """Reads one answer while it is made: ``push`` ids as they come, then ``finish``."""
 
-    def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], stops: Sequence[str]) -> None:
+    def __init__(
+        self, renderer: Renderer, tools: Sequence[ToolSpec], stops: Sequence[str], *, one_call: bool = False
+    ) -> None:
+        """``one_call``: the answer ends with the token that completes its first call."""
+        self._one_call = one_call and bool(tools)
+        self._called = False
         self._renderer = renderer
         self._tools = tuple(tools)
         self._stream = renderer.tokenizer.stream()
@@ -79,19 +84,21 @@ class AnswerReader:
 
     @property
     def stopped(self) -> bool:
-        """A stop string is complete: nothing that follows belongs to the answer."""
-        return self._stops.stopped
+        """A stop string, or the one call, is complete: nothing that follows belongs to the answer."""
+        return self._stops.stopped or self._called
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Read more ids; returns the words that are now certain."""
         for token_id in token_ids:
-            if self._stops.stopped:
+            if self.stopped:
                 break
             self._num_tokens += 1
             self._ends.append(token_id)
             if token_id not in self._renderer.stop_token_ids:
                 fresh, self._ends = self._ends, ids()
                 self._text += self._stops.push(self._stream.push(fresh))
+                if self._one_call and self._renderer.format.opening in self._text:
+                    self._called = bool(self._renderer.format.parse(self._text, self._tools).calls)
         return self._give(self._certain())
 
     def finish(self, completion_ids: Ids, reason: FinishReason) -> tuple[str, Answer]:

@@ -22,7 +22,6 @@ from tandem.serve.requests import (
     Struct,
     asked_of,
     decode,
-    refuse_unless,
     within,
 )
 
@@ -91,6 +90,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     asked: Asked
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
+    forced: tuple[ToolSpec, ...] = ()  # one of these must be called
+    one_call: bool = False
 
 
 def read_request(data: bytes) -> ChatRequest:
@@ -104,11 +105,9 @@ def read_request(data: bytes) -> ChatRequest:
 
 def checked(body: ChatBody) -> ChatRequest:
     """Raises ``BadRequest``."""
-    refuse_unless({
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "tool_choice": body.tool_choice in (None, "auto", "none"),
-    })
-    tools = () if body.tool_choice == "none" else _tools(body.tools or [])
+    tools = _tools(body.tools or [])
+    forced = _forced(body.tool_choice, tools)
+    tools = () if body.tool_choice == "none" else tools
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise BadRequest("give max_tokens or max_completion_tokens, not both", param="max_completion_tokens")
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -127,7 +126,32 @@ def checked(body: ChatBody) -> ChatRequest:
     )
     if asked.guide is not None and tools:
         raise BadRequest(f"{asked.guide.field}: not together with tools", param=asked.guide.field)
-    return ChatRequest(asked=asked, messages=_messages(body.messages), tools=tools)
+    return ChatRequest(
+        asked=asked,
+        messages=_messages(body.messages),
+        tools=tools,
+        forced=forced,
+        one_call=body.parallel_tool_calls is False or isinstance(body.tool_choice, dict),
+    )
+
+
+def _forced(choice: str | dict[str, object] | None, tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+    """The tools one of which must be called; none: the model is free."""
+    match choice:
+        case None | "auto" | "none":
+            return ()
+        case "required":
+            named = list(tools)
+        case {"type": "function", "function": {"name": str() as name}}:
+            named = [tool for tool in tools if tool.name == name]
+        case _:
+            raise BadRequest(
+                'tool_choice: must be "none", "auto", "required", or of type "function" with function.name',
+                param="tool_choice",
+            )
+    if not named:
+        raise BadRequest("tool_choice: no such tool is on offer in tools", param="tool_choice")
+    return tuple(named)
 
 
 def _response_format(given: dict[str, object] | None) -> GuideSpec | None:

@@ -98,6 +98,7 @@ class Generation:
         *,
         request_id: str,
         tools: Sequence[ToolSpec] = (),
+        one_call: bool = False,
         max_context_tokens: int | None = None,
         on_made: Callable[[Made], None] | None = None,
     ) -> None:
@@ -108,6 +109,7 @@ class Generation:
                 wanted = f" and max_tokens {asked.max_tokens}" if asked.max_tokens else ""
                 raise PromptTooLong(f"the prompt has {len(prompt)} tokens{wanted}; the context holds {limit}")
         self._served, self._asked, self._prompts, self._shape = served, asked, prompts, shape
+        self._one_call = one_call
         self._id, self._tools, self._limit, self._on_made = request_id, tools, limit, on_made
 
     async def run(self, emit: Emit) -> object:
@@ -126,7 +128,9 @@ class Generation:
 
     async def _choice(self, index: int, emit: Emit) -> Made:
         prompt = self._prompts[index // self._asked.num_choices]
-        reader = AnswerReader(self._served.renderer, self._tools, self._asked.params.stop)
+        reader = AnswerReader(
+            self._served.renderer, self._tools, self._asked.params.stop, one_call=self._one_call
+        )
         params = replace(
             self._asked.params,
             max_tokens=self._limit - len(prompt) if self._asked.max_tokens is None else max(1, self._asked.max_tokens),
@@ -183,6 +187,8 @@ class Generation:
             return None
         guides = self._served.guides
         try:
+            if spec.lark is not None:
+                return guides.lark(spec.lark)
             return guides.regex(spec.regex) if spec.regex is not None else guides.json_schema(spec.schema or {})
         except ConfigError as error:
             raise BadRequest(f"{spec.field}: {error.message}", param=spec.field) from error

@@ -20,14 +20,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
-from tandem.core.errors import PromptTooLong
+from tandem.core.errors import ConfigError, PromptTooLong
 from tandem.core.types import Ids, Message, Role, StopReason, ids
 from tandem.serve.branches import read_branch
 from tandem.serve.chat import ChatBody, ChatRequest, checked
 from tandem.serve.completions import read_completion
 from tandem.serve.connection import Emit, Exchange, describe, error_body, json_response
 from tandem.serve.generation import Generation, Made, Served
-from tandem.serve.requests import Asked, BadRequest, decode
+from tandem.serve.requests import Asked, BadRequest, GuideSpec, decode
 from tandem.serve.sessions import RecordedSession, Sessions
 from tandem.serve.shapes import ChatShape, TextShape
 from tandem.text.history import Prompt, first_prompt
@@ -146,6 +146,8 @@ class _Face:
         self, chat: ChatRequest, prompt: Prompt, session: RecordedSession | None
     ) -> Callable[[Emit], Awaitable[object]]:
         asked = chat.asked if session is None else _on_terms(chat.asked, session, prompt.token_ids, self._served)
+        if chat.forced:
+            asked = msgspec.structs.replace(asked, guide=self._call_guide(chat))
         shape = ChatShape(asked, self._served.renderer.tokenizer, prompt.token_ids)
         try:
             generation = Generation(
@@ -155,6 +157,7 @@ class _Face:
                 shape,
                 request_id=shape.id,
                 tools=chat.tools,
+                one_call=chat.one_call,
                 max_context_tokens=session.terms.max_context_tokens if session else None,
                 on_made=None if session is None else lambda made: _keep(session, chat, prompt, made),
             )
@@ -163,6 +166,14 @@ class _Face:
                 session.over = StopReason.CONTEXT_FULL
             raise
         return generation.run
+
+    def _call_guide(self, chat: ChatRequest) -> GuideSpec:
+        """Raises BadRequest: the model's way of writing calls cannot be forced."""
+        try:
+            grammar = self._served.renderer.format.grammar(chat.forced, several=not chat.one_call)
+        except ConfigError as error:
+            raise BadRequest(f"tool_choice: {error.message}", param="tool_choice", code="unsupported_value") from error
+        return GuideSpec(field="tool_choice", lark=grammar)
 
     # ---- sessions
     def _session(self, request: Request) -> RecordedSession | None:

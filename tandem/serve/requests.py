@@ -72,6 +72,7 @@ class GuideSpec(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     schema: dict[str, object] | None = None
     regex: str | None = None
+    lark: str | None = None
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

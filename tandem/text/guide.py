@@ -64,6 +64,10 @@ class Guides:
         or back references."""
         return self._guide(lambda: llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression")
 
+    def lark(self, grammar: str) -> Guide:
+        """The whole answer fits a grammar in the library's form of Lark. Raises ConfigError: it is none."""
+        return self._guide(lambda: llguidance.LLMatcher.grammar_from_lark(grammar), "grammar")
+
     def _guide(self, grammar, what: str) -> Guide:
         try:
             made = grammar()

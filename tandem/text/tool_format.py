@@ -5,6 +5,7 @@ Owns: choosing a format for a model. Refuses: tokens (``render``), running tools
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,6 +63,14 @@ class ToolFormat(Protocol):
         """A tool's output as a user message shows it, for a model whose template has no role for tools."""
         ...
 
+    def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
+        """A grammar (llguidance's Lark) of answers that are one call of these tools, or ``several``, and nothing else.
+
+        Raises:
+            ConfigError: this format has none.
+        """
+        ...
+
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         """Find the calls in an assistant's text; an unreadable or unfinished one is a failure, not an error."""
         ...
@@ -84,6 +93,25 @@ def find_format(name: str, *, chat_template: str | None) -> tuple[ToolFormat, bo
 def unreadable(index: int, name: str, why: str, failure: ToolFailure = ToolFailure.UNPARSEABLE) -> ToolResult:
     """The answer to a call that could not be read; ``index`` is its place among the turn's calls."""
     return ToolResult(call_id=call_id(index), name=name, content=f"Error: {why}", failure=failure)
+
+
+def call_grammar(tools: Sequence[ToolSpec], *, before: str, key: str, after: str, between: str) -> str:
+    """The grammar of calls that are JSON objects of ``name`` and, under ``key``, arguments. Empty ``between``: one."""
+    kinds = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, key: tool.parameters},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    # Blanks as ``json.dumps`` writes them: a model that may go on with blanks for ever does.
+    body = {"anyOf": kinds, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    words = [json.dumps(before), "body", json.dumps(after)]
+    call = " ".join(word for word in words if word != '""')
+    more = f" ({json.dumps(between)} call)*" if between else ""
+    return f"start: call{more}\ncall: {call}\nbody: %json {json.dumps(body)}\n"
 
 
 def call_id(index: int) -> str:

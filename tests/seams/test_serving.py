@@ -28,15 +28,16 @@ USER = {"role": "user", "content": "Count to five."}
 
 
 @contextlib.asynccontextmanager
-async def tiny_server():
+async def tiny_server(tool_format="auto", context=512):
     """The ``tiny`` model behind a server; yields its address and engine."""
     folder = resolve_model("tiny")
     model = load_model(folder, dtype=torch.float32, device="cpu", numerics="exact")
     compute = ComputeQueue()
     section = EngineSection(infer=InferSection(kv_tokens=4096, max_num_seqs=16, block_size=4))
-    engine = InferEngine(model, PublishedWeights(model), section, compute, max_context_tokens=512,
+    engine = InferEngine(model, PublishedWeights(model), section, compute, max_context_tokens=context,
                          eos_ids=read_spec(folder).eos_ids)  # fmt: skip
-    served = Served(engine=engine, renderer=Renderer(load_tokenizer(folder)), names=("tiny",), max_context_tokens=512)
+    served = Served(engine=engine, renderer=Renderer(load_tokenizer(folder), tool_format), names=("tiny",),
+                    max_context_tokens=context)  # fmt: skip
     ready = asyncio.get_running_loop().create_future()
     server = asyncio.ensure_future(serve_forever(make_app(served), host="127.0.0.1", port=0, on_ready=ready.set_result))
     try:
@@ -239,3 +240,37 @@ def test_mixed_requests_at_once_get_their_serial_answers():
 
     stats = asyncio.run(asyncio.wait_for(body(), 120))
     assert stats.blocks_in_use == 0 and stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama"])
+def test_a_random_model_calls_the_tool_that_it_must_call_streamed_or_not(choice, tool_format):
+    def tool(name, properties):
+        parameters = {"type": "object", "properties": properties, "required": list(properties),
+                      "additionalProperties": False}  # fmt: skip
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [tool("look", {"where": {"enum": ["here", "there"]}}), tool("add", {"a": {"enum": [1, 2]}})]
+
+    async def body():
+        async with tiny_server(tool_format, context=1024) as (address, _):
+            client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            fields = {"model": "tiny", "messages": [USER], "max_tokens": 100, "tools": tools, "tool_choice": choice,
+                      "parallel_tool_calls": False}  # fmt: skip
+            whole = [await client.chat.completions.create(**fields, seed=seed) for seed in range(4)]
+            streamed = []
+            async for chunk in await client.chat.completions.create(**fields, seed=0, stream=True):
+                assert not chunk.choices[0].delta.content
+                streamed += chunk.choices[0].delta.tool_calls or []
+            await client.close()
+            return whole, streamed
+
+    whole, streamed = asyncio.run(asyncio.wait_for(body(), 60))
+    for made in whole:
+        (call,) = made.choices[0].message.tool_calls
+        assert made.choices[0].finish_reason == "tool_calls" and not made.choices[0].message.content
+        arguments = json.loads(call.function.arguments)
+        wanted = {"look": ("where", ["here", "there"]), "add": ("a", [1, 2])}[call.function.name]
+        assert arguments[wanted[0]] in wanted[1] and (choice == "required" or call.function.name == "add")
+    first = whole[0].choices[0].message.tool_calls[0].function
+    assert [(call.function.name, call.function.arguments) for call in streamed] == [(first.name, first.arguments)]

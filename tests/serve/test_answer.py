@@ -122,6 +122,19 @@ def test_a_character_split_over_tokens_is_whole_in_every_piece():
     assert "".join(pieces) == "né€🙂!" and not any("\ufffd" in piece for piece in pieces)
 
 
+def test_where_one_call_is_wanted_the_answer_ends_with_it() -> None:
+    text = "Look:\n```python\n1\n```\n```python\n2\n```"
+    whole = ids(say(text))
+    reader = AnswerReader(renderer(), [PYTHON], [], one_call=True)
+    given = "".join(reader.push([token]) for token in whole)
+    assert reader.stopped
+    last, answer = reader.finish(whole, FinishReason.STOP)
+    assert (given + last).strip() == answer.content == "Look:"
+    assert [call.arguments for call in answer.calls] == [{"code": "1"}]
+    assert answer.finish_reason is FinishReason.TOOL_CALLS
+    assert renderer().tokenizer.decode(whole[: answer.num_tokens]) == "Look:\n```python\n1\n```"
+
+
 def test_an_end_token_in_the_middle_is_text_and_at_the_end_is_not():
     end = renderer().tokenizer.special_tokens[END]
     _, answer = read([*say("A", end=False), end, *say("B", end=False), end])

@@ -8,10 +8,14 @@ import json
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serve_pieces import END, ScriptedEngine, renderer, say, served, serving
 
 from tandem.core.types import GenerateRequest, Message, Role, ToolCall, ToolSpec
 from tandem.core.wire import derive_seed
+from tandem.serve.chat import ChatBody
+from tandem.serve.completions import CompletionBody
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {
@@ -282,3 +286,81 @@ def test_a_client_that_leaves_in_its_body_is_no_error_of_the_server(caplog):
 
     assert talk(lambda _: say("still here"), body) == "still here"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, "unknown"})
+PATHS = ("/v1/chat/completions", "/v1/completions", "/sessions/s/v1/branches")
+
+
+def mutated(draw) -> tuple[str, bytes]:
+    """A good body with some fields made anything at all, or bytes that are no body."""
+    path = draw(st.sampled_from(PATHS))
+    body: dict[str, object] = {"model": "small", "max_tokens": 2}
+    body |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [USER]}
+    if draw(st.booleans()):
+        body |= {"tools": [TOOL]}
+    for field in draw(st.lists(st.sampled_from(FIELDS), max_size=3)):
+        body[field] = draw(VALUES)
+    if draw(st.booleans()) and "messages" in body:
+        body["messages"] = [{"role": draw(st.sampled_from(["user", "tool", "assistant", "x"])), "content": draw(VALUES),
+                             "tool_calls": draw(st.none() | VALUES)}]  # fmt: skip
+    data = json.dumps(body).encode()
+    match draw(st.sampled_from(["whole", "whole", "whole", "cut", "bytes", "repeated"])):
+        case "cut":
+            data = data[: draw(st.integers(0, len(data) - 1))]
+        case "bytes":
+            place = draw(st.integers(0, len(data)))
+            data = data[:place] + draw(st.binary(min_size=1, max_size=4)) + data[place:]
+        case "repeated":
+            data = b"[" * draw(st.integers(1, 5000)) + data
+    return path, data
+
+
+def test_no_body_whatever_it_holds_is_an_error_of_the_server():
+    async def run(cases):
+        engine = ScriptedEngine(lambda request: say("fine"))
+        async with serving(served(engine)) as address, httpx.AsyncClient(timeout=20) as client:
+            for path, data in cases:
+                reply = await client.post(f"{address}{path}", content=data)
+                assert reply.status_code == 200 or 400 <= reply.status_code < 500, (path, data, reply.text)
+                if reply.status_code >= 400:
+                    error = reply.json()["error"]
+                    assert error["message"] and (error["param"] or "") in error["message"], reply.text
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data):
+        asyncio.run(asyncio.wait_for(run([mutated(data.draw) for _ in range(5)]), 60))
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "said"),
+    [
+        (b'{"model": "small", "messages": [{"role": "user", "content": "\xff\xfe"}]}', 400, "not JSON"),
+        (b'{"model": "small", "messages": [{"role": "user", "content": "' + b"a" * (10 << 20) + b'"}]}', 400, "tokens"),
+        (b"", 400, "not JSON"),
+        (b'{"model": "small", "messages": []}', 400, "messages"),
+        (b'{"model": "small", "messages": [{"role": "user", "content": "a"}], "max_tokens": -1}', 400, "max_tokens"),
+        (b'{"model": "gpt", "messages": [{"role": "user", "content": "a"}]}', 404, "model"),
+        (b'{"model": "small", "messages": [{"role": "user", "content": "a"}], "guided_json": {"type": "wrong"}}', 400,
+         "guided_json"),
+        (b'{"model": "small", "messages": [{"role": "user", "content": "a"}], "response_format": {"type": '
+         b'"json_schema", "json_schema": {"name": "a", "schema": {"type": 7}}}}', 400, "response_format"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_a_4xx_that_names_it(data, status, said, stream):
+    async def body(client, engine):
+        given = data.replace(b'{"model"', b'{"stream": true, "model"', 1) if stream else data
+        async with httpx.AsyncClient(timeout=20) as plain:
+            return await plain.post(f"{client.base_url}chat/completions", content=given)
+
+    reply = talk(lambda request: say("fine"), body)
+    assert reply.status_code == status and said in reply.json()["error"]["message"], reply.text

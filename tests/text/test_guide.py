@@ -11,7 +11,9 @@ import pytest
 from serve_pieces import END, renderer
 
 from tandem.core.errors import ConfigError
+from tandem.core.types import ToolCall, ToolSpec
 from tandem.text.guide import Guides
+from tandem.text.tool_format import find_format
 
 SCHEMA = {
     "type": "object",
@@ -77,3 +79,46 @@ def test_a_pattern_that_cannot_be_followed_is_refused(guides, pattern):
 def test_a_schema_that_cannot_be_followed_is_refused(guides, schema):
     with pytest.raises(ConfigError, match="JSON schema cannot be followed"):
         guides.json_schema(schema)
+
+
+TOOLS = (
+    ToolSpec(name="look", description="", parameters={
+        "type": "object", "properties": {"where": {"enum": ["here", "there"]}}, "required": ["where"],
+        "additionalProperties": False}),
+    ToolSpec(name="add", description="", parameters={
+        "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+        "additionalProperties": False}),
+)  # fmt: skip
+PLAIN = ToolSpec(name="shell", description="", parameters={
+    "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+@pytest.mark.parametrize("several", [False, True])
+def test_an_answer_that_must_call_is_calls_and_nothing_else(guides, name, several):
+    found, _ = find_format(name, chat_template=None)
+    counts = set()
+    for seed in range(12):
+        parsed = found.parse(walk(guides.lark(found.grammar(TOOLS, several=several)), seed), TOOLS)
+        assert parsed.calls and not parsed.failures and not parsed.content
+        assert all(call.arguments.get("where") in ("here", "there") or call.arguments.get("a") in range(10)
+                   for call in parsed.calls)  # fmt: skip
+        counts.add(len(parsed.calls))
+    assert counts == {1} if not several else max(counts) > 1
+
+
+@pytest.mark.parametrize("name", ["fence", "hermes", "llama"])
+def test_what_a_format_writes_is_what_its_grammar_allows(guides, name):
+    found, _ = find_format(name, chat_template=None)
+    written = found.write("", [ToolCall(id="0", name="shell", arguments={"command": "ls -l\necho"})], [PLAIN])
+    guide = guides.lark(found.grammar([PLAIN], several=False))
+    for token in renderer().tokenizer.encode(written):
+        assert guide.allowed()[token]
+        guide.advance(token)
+    assert guide.allowed()[renderer().tokenizer.special_tokens[END]]
+    assert not guides.lark(found.grammar([PLAIN], several=False)).allowed()[renderer().tokenizer.encode("x")[0]]
+
+
+def test_a_format_whose_calls_cannot_be_forced_says_so():
+    with pytest.raises(ConfigError, match="cannot be forced"):
+        find_format("pythonic", chat_template=None)[0].grammar(TOOLS, several=False)

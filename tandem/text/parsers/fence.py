@@ -8,6 +8,7 @@ is written between longer fences, and a block ends at a fence as long as the one
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -68,6 +69,12 @@ class Fence:
 
     def write_result(self, content: str) -> str:
         return f"Output:\n{content}"
+
+    def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
+        opening = " | ".join(json.dumps(f"```{tool.name}\n") for tool in tools)
+        more = ' ("\\n" call)*' if several else ""
+        # No backtick in the argument: where it ends must be plain.
+        return f'start: call{more}\ncall: opening /[^`]*\\n```/\nopening: {opening}\n'
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         parameters = {tool.name: _parameter(tool) for tool in tools}

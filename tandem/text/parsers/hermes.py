@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 from tandem.core.wire import storable
-from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
+from tandem.text.tool_format import ParsedText, after_reasoning, call_grammar, call_id, unreadable
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -71,6 +71,10 @@ class Hermes:
 
     def write_result(self, content: str) -> str:
         return f"<tool_response>\n{content}\n</tool_response>"
+
+    def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
+        between = "\n" if several else ""
+        return call_grammar(tools, before=f"{_OPEN}\n", key="arguments", after=f"\n{_CLOSE}", between=between)
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         calls: list[ToolCall] = []

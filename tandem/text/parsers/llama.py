@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
-from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
+from tandem.text.tool_format import ParsedText, after_reasoning, call_grammar, call_id, unreadable
 
 TAG = "<|python_tag|>"
 BETWEEN = "; \t\r\n"
@@ -48,6 +48,9 @@ class Llama:
 
     def write_result(self, content: str) -> str:
         return f"Output:\n{content}"
+
+    def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
+        return call_grammar(tools, before="", key="parameters", after="", between="\n" if several else "")
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         names = {tool.name for tool in tools}

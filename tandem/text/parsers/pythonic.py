@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.core.errors import ConfigError
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
 
@@ -57,6 +58,10 @@ class Pythonic:
 
     def write_result(self, content: str) -> str:
         return f"```tool_output\n{content}\n```" if self._fenced else f"Output:\n{content}"
+
+    def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
+        raise ConfigError(f"calls in the tool format {self.name!r} cannot be forced",
+                          hint="set model.tool_format to hermes, llama or fence")  # fmt: skip
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         names = {tool.name for tool in tools}
