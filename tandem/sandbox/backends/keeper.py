@@ -128,9 +128,9 @@ class Keeper:
         self._send(b"H" + struct.pack("<I", box) + _text(folder), [])
         return await answer
 
-    async def still(self, box: int, pid: int) -> str:
+    async def still(self, box: int, pid: int) -> Pushed | None:
         """Stop a box whose one process is ``pid`` (as the box counts) for its live fork, and make its upper a layer
-        as ``push`` does; its path, '' when nothing was written since it last was. The box stands still until ``go_on``.
+        as ``push`` does; None when nothing was written since it last was. The box stands still until ``go_on``.
 
         Raises:
             NotIdle: the process works. SandboxUnavailable: what stands in the way. The box goes on in both cases.
@@ -141,10 +141,11 @@ class Keeper:
         answer = self._stills[box] = self._loop.create_future()
         self._send(b"L" + struct.pack("<II", box, pid), [])
         try:
-            return await answer
+            text = await answer
         except asyncio.CancelledError:
             self.go_on(box)
             raise
+        return Pushed(*text.split("\0")) if text else None
 
     def go_on(self, box: int) -> None:
         """After ``still``."""
@@ -287,7 +288,7 @@ class Keeper:
         answer = self._stills.pop(box, None)
         if answer is None or answer.done():
             if verdict == "y" and text:
-                self.release(text)
+                self.release(text.split("\0")[0])
         elif verdict == "y":
             answer.set_result(text)
         elif verdict == "b":

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from tandem.core.errors import SandboxUnavailable
-from tandem.sandbox.backends.keeper import Keeper, NotIdle
+from tandem.sandbox.backends.keeper import Keeper, NotIdle, Pushed
 from tandem.sandbox.backends.process import NamespaceProcess
 
 PATIENCE_S = 2.0  # for a command that still works on its input
@@ -71,8 +71,8 @@ def only_process(running: Sequence[NamespaceProcess]) -> NamespaceProcess:
 
 
 @contextlib.asynccontextmanager
-async def stand_still(keeper: Keeper, number: int, process: NamespaceProcess) -> AsyncIterator[str]:
-    """The box does not move meanwhile; the path of the layer that its files became, to be released.
+async def stand_still(keeper: Keeper, number: int, process: NamespaceProcess) -> AsyncIterator[Pushed | None]:
+    """The box does not move meanwhile; the layer that its new files became, to be released.
 
     Raises:
         SandboxUnavailable: what stands in the way. SandboxGone, SnapshotError.
@@ -88,13 +88,13 @@ async def stand_still(keeper: Keeper, number: int, process: NamespaceProcess) ->
             ) from None
         while True:
             try:
-                path = await keeper.still(number, process.pid)
+                pushed = await keeper.still(number, process.pid)
                 break
             except NotIdle as busy:
                 if loop.time() > end:
                     raise SandboxUnavailable(f"no live fork: {busy.message}", hint=busy.hint) from None
                 await asyncio.sleep(0.002)
         try:
-            yield path
+            yield pushed
         finally:
             keeper.go_on(number)

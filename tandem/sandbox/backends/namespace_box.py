@@ -237,15 +237,17 @@ class NamespaceBox:
             self._go()
             try:
                 process = only_process(self._alive().processes)
-                async with stand_still(self._around.keeper, self._number, process) as path:
-                    if path:
-                        layer = Layer(path=Path(path))
+                async with stand_still(self._around.keeper, self._number, process) as pushed:
+                    if pushed is not None:
+                        layer = Layer(path=Path(pushed.path))
                         self._root = replace(self._root, layers=(layer, *self._root.layers))
+                        self._uppers[layer.path] = pushed
+                        self._merge_later()
                     try:
                         return await self._branches(specs, process, timeout_s)
                     finally:
-                        if path:
-                            self._around.keeper.release(path)
+                        if pushed is not None:
+                            self._around.keeper.release(pushed.path)
             finally:
                 if was_paused and not self.gone.done():
                     await self._freezer_now().freeze()

@@ -353,6 +353,13 @@ static const char *push(struct box *box, const struct box_spec *spec, char *path
 /* A group that names the box's processes, whatever its hierarchy. */
 static const char *group_of(const struct box *box) { return box->num_cgroups ? box->cgroups[0] : NULL; }
 
+/* After the path of a new layer: where its folder is, that of the upper before this one. */
+static size_t add_place(const struct box *box, char *answer, size_t size) {
+    size_t length = strlen(answer);
+    return length + snprintf(answer + length, size - length, "%c/proc/%d/fd/%d%cupper%u", 0, getpid(), box->root.tmpfs, 0,
+                             box->root.generation - 1);
+}
+
 static void on_snapshot(uint32_t id) {
     char answer[512] = "y";
     struct box *box = living(id);
@@ -367,11 +374,7 @@ static void on_snapshot(uint32_t id) {
     if (box && read_spec((struct cursor){ box->message + 1, box->message + box->length, false }, &spec))
         error = push(box, &spec, answer + 1, sizeof answer - 1);
     if (error) snprintf(answer, sizeof answer, "n%s", error);
-    size_t length = strlen(answer);
-    if (!error) /* its folder is that of the upper before this one */
-        length += snprintf(answer + length, sizeof answer - length, "%c/proc/%d/fd/%d%cupper%u", 0, getpid(),
-                           box->root.tmpfs, 0, box->root.generation - 1);
-    tell('S', id, answer, length);
+    tell('S', id, answer, error ? strlen(answer) : add_place(box, answer, sizeof answer));
 }
 
 /* ``count`` layers of a box from ``first`` on are one, ``path``: its next root is made of that. */
@@ -406,7 +409,7 @@ static void on_still(uint32_t id, pid_t inner) {
         if (error) hold_end(box->hold), box->hold = NULL;
     }
     if (error) snprintf(answer, sizeof answer, "%c%s", busy ? 'b' : 'n', error);
-    tell('L', id, answer, strlen(answer));
+    tell('L', id, answer, error || !answer[1] ? strlen(answer) : add_place(box, answer, sizeof answer));
 }
 
 static void on_branch(const uint8_t *data, size_t length, int agent_fd, int socket) {
