@@ -43,6 +43,10 @@ OFFERS: Mapping[str, Offer] = {
         target="tandem.sandbox.backends.namespace:make", isolation=Isolation.SHARED_KERNEL,
         abilities=frozenset(Ability) - {A.LIVE_SNAPSHOT},
     ),
+    "gvisor": Offer(
+        target="tandem.sandbox.backends.gvisor:make", isolation=Isolation.USER_KERNEL,
+        abilities=frozenset({A.PAUSE, A.LIVE_SNAPSHOT, A.LIVE_FORK, A.PROCESSES, A.TERMINAL, A.USAGE}),
+    ),
     "remote": Offer(
         target="tandem.sandbox.backends.remote:make", isolation=None,
         abilities=frozenset({A.PAUSE, A.SNAPSHOT, A.PROCESSES, A.USAGE}),

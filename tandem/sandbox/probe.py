@@ -7,6 +7,7 @@ ran a command, and went.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import platform
 import time
@@ -14,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.core.boxes import SandboxSpec
-from tandem.core.errors import TandemError
+from tandem.core.errors import SandboxUnavailable, TandemError
 from tandem.sandbox.backend import Call
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import CONTROLLERS, Cgroups
 from tandem.sandbox.backends.live_fork import obstacle
 from tandem.sandbox.backends.mounts import Mounts, MountWay
 from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
+from tandem.sandbox.backends.remote import INSTALL
+from tandem.sandbox.backends.runsc import Runsc
 
 OLDEST_KERNEL = (5, 14)  # mount_setattr, clone3 into a cgroup, close_range, process limits per user namespace
 
@@ -38,7 +41,8 @@ class Feature:
 def probe(*, cache: Path | None = None) -> list[Feature]:
     """Look at everything, last of all at a real box. Takes well under a second once the program is compiled. Runs an
     event loop of its own: call it from a thread that has none."""
-    features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups(), _live_fork()]
+    features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups(), _live_fork(), _gvisor(),
+                _remote()]  # fmt: skip
     return [*features, *asyncio.run(_box(cache))]
 
 
@@ -145,6 +149,22 @@ def _roots(mounts: Mounts | None) -> list[Feature]:
             remedy="Linux 6.3 or newer for a range of ids for each box",
         ))
     return features
+
+
+def _gvisor() -> Feature:
+    try:
+        found = Runsc.find()
+    except SandboxUnavailable as error:
+        return Feature(feature="gvisor backend", ok=None, detail=error.message, remedy=error.hint)
+    return Feature(feature="gvisor backend", ok=True, detail=f"runsc of {found.version} at {found.program}")
+
+
+def _remote() -> Feature:
+    try:
+        version = importlib.metadata.version("e2b")
+    except importlib.metadata.PackageNotFoundError:
+        return Feature(feature="remote backend", ok=None, detail="E2B's SDK is not installed", remedy=INSTALL)
+    return Feature(feature="remote backend", ok=True, detail=f"through e2b {version}; sandbox.remote.url says where")
 
 
 async def _box(cache: Path | None) -> list[Feature]:

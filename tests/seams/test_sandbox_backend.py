@@ -26,8 +26,10 @@ from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.abilities import OFFERS, Ability, who_can
 from tandem.sandbox.backend import HOME, Box, Call, CallKind, Layer, Outcome, Root, SandboxBackend, Start, Terminal
 from tandem.sandbox.backends.build import program
+from tandem.sandbox.backends.gvisor import MEMORY, PREFIX, GvisorBackend
 from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.backends.remote import RemoteBackend, Service
+from tandem.sandbox.backends.runsc import Runsc
 from tandem.sandbox.factory import backends, make_backend
 from tandem.sandbox.manager import SandboxManager
 
@@ -63,8 +65,22 @@ async def remote(cache: Path, url: str) -> AsyncIterator[SandboxBackend]:
         await backend.close()
 
 
+@contextlib.asynccontextmanager
+async def gvisor(cache: Path, url: str) -> AsyncIterator[SandboxBackend]:
+    try:
+        Runsc.find()
+    except SandboxUnavailable as error:
+        pytest.skip(error.message)
+    backend = GvisorBackend(cache=cache)
+    try:
+        yield backend
+    finally:
+        await backend.close()
+    assert not list(MEMORY.glob(f"{PREFIX}{os.getpid()}-*"))
+
+
 MADE: dict[str, Callable[[Path, str], Opening]] = {
-    "namespace": namespace, "namespace as an ordinary user": namespace, "remote": remote
+    "gvisor": gvisor, "namespace": namespace, "namespace as an ordinary user": namespace, "remote": remote
 }  # fmt: skip
 NAMES = [name for name in MADE if os.geteuid() == 0 or "ordinary" not in name]
 
@@ -506,7 +522,7 @@ def test_it_can_or_refuses(name: str, ability: Ability, cache: Path, request: py
 
 def test_backends_are_data() -> None:
     assert set(ABLE) == set(UNABLE) == set(Ability)
-    assert {"namespace", "remote"} <= set(backends().names())
+    assert {"gvisor", "namespace", "remote"} <= set(backends().names())
     with pytest.raises(PluginError, match="no sandbox named"):
         make_backend(SandboxSection(backend="microvms"))
 

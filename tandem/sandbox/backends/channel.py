@@ -11,7 +11,8 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout
 from tandem.sandbox.backend import Call, CallKind, Outcome, Start
@@ -72,6 +73,7 @@ class Channel:
         self._next = first
         self._lost: str | None = None
         self._paused_at: float | None = None
+        self._quiet: asyncio.Future[None] | None = None
 
     def attach(self, sock: socket.socket) -> None:
         """Speak with the box on its socket; it is closed with the channel."""
@@ -91,6 +93,8 @@ class Channel:
             if not pending.done.done():
                 pending.done.set_exception(self._gone())
         self._pending.clear()
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_exception(self._gone())
         for process in self._processes.values():
             process.on_gone()
         self._processes.clear()
@@ -118,6 +122,41 @@ class Channel:
         for pending in self._pending.values():
             if pending.patience is not None:
                 pending.patience.reschedule(loop.time() + pending.call.timeout_s + GRACE_S)
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Nothing is on its way in either direction meanwhile: when the box may be copied as it stands. Raises
+        SandboxGone, SandboxTimeout."""
+        if self._lost is not None or self._transport is None:
+            raise self._gone()
+        self._quiet = asyncio.get_running_loop().create_future()
+        self._transport.write(frame(Frame.QUIET, 0))
+        self._transport.hold()
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await self._quiet
+            yield
+        except TimeoutError as error:
+            raise SandboxTimeout(f"it did not fall silent in {GRACE_S:g} s") from error
+        finally:
+            self._transport.let_go()
+            self.wake()
+
+    @property
+    def next_number(self) -> int:
+        """Of its next call."""
+        return self._next
+
+    def wake(self) -> None:
+        """It goes on: what its first word is for after a silence."""
+        self._send(frame(Frame.SLEPT, 0, struct.pack("<Q", 0)))
+
+    def inherit(self, parent: Channel) -> None:
+        """Of a copy of a box: it runs the same commands, under the same numbers. Before ``attach``."""
+        for number, old in parent._processes.items():
+            process = self._processes[number] = NamespaceProcess(number, old.start, self._send, self._gone)
+            process.on_started(old.pid)
+        self._next = parent._next
 
     def _gone(self) -> SandboxGone:
         return SandboxGone(f"it is gone: {self._lost}", hint="create a new one")
@@ -274,6 +313,10 @@ class Channel:
         if kind == Frame.HELLO:
             (protocol,) = struct.unpack("<I", payload)
             self._hello(None if protocol == PROTOCOL else f"its agent speaks protocol {protocol}, not {PROTOCOL}")
+            return
+        if kind == Frame.QUIET:
+            if self._quiet is not None and not self._quiet.done():
+                self._quiet.set_result(None)
             return
         if kind == Frame.FAIL:
             self._hello(payload.decode("utf-8", "replace"))

@@ -30,6 +30,7 @@ class Frame(IntEnum):
     RESIZE = 5
     CONNECT = 6
     LISTEN = 7
+    QUIET = 8
     SLEPT = 15
     HELLO = 16
     FAIL = 17

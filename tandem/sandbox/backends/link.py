@@ -26,6 +26,7 @@ class Link:
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
+        self._held: bytearray | None = None
         self._rights: deque[int] = deque()
         self._open = True
         self._loop.add_reader(sock.fileno(), self._read)
@@ -34,12 +35,25 @@ class Link:
         """Never blocks; after the end it goes nowhere."""
         if not self._open:
             return
+        if self._held is not None:
+            self._held += data
+            return
         waiting = bool(self._unsent)
         self._unsent += data
         if not waiting:
             self._flush()
             if self._unsent and self._open:
                 self._loop.add_writer(self._sock.fileno(), self._flush)
+
+    def hold(self) -> None:
+        """Send nothing that is written from now on, until ``let_go``."""
+        self._held = self._held or bytearray()
+
+    def let_go(self) -> None:
+        """Idempotent."""
+        held, self._held = self._held, None
+        if held:
+            self.write(bytes(held))
 
     def take(self) -> socket.socket:
         """The oldest socket received. Raises LookupError when there is none."""

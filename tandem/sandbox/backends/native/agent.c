@@ -261,6 +261,19 @@ static void on_port(uint32_t id, struct cursor c, bool listens) {
     emit(SOCKET, id, data, sizeof data);
 }
 
+/* A checkpoint is taken between this word and the next: nothing of a frame may be on its way in either direction, for
+ * whoever speaks with the copy has read none of it. */
+static void be_quiet(uint32_t id) {
+    emit(QUIET, id, "", 0);
+    struct pollfd end = { sock, POLLOUT, 0 };
+    while (out_length) {
+        flush();
+        if (out_length) poll(&end, 1, -1);
+    }
+    end.events = POLLIN;
+    while (poll(&end, 1, -1) < 1) continue;
+}
+
 static void on_frames(uint32_t work_id, bool switch_user) {
     size_t at = 0;
     while (in_length - at >= 4) {
@@ -277,6 +290,7 @@ static void on_frames(uint32_t work_id, bool switch_user) {
         else if (type == STDIN) on_stdin(find(id), data, size);
         else if (type == KILL && find(id)) kill_command(find(id), KILLED);
         else if (type == SLEPT && size == 8) slept(data);
+        else if (type == QUIET) be_quiet(id);
         struct cursor c = { data, data + size, false };
         if (type == SIGNAL) on_signal(find(id), get_u32(&c));
         else if (type == CONNECT || type == LISTEN) on_port(id, c, type == LISTEN);

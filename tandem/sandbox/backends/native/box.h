@@ -25,7 +25,8 @@ bool read_small(const char *path, char *buffer, size_t size);       /* NUL-termi
 
 /* ---- agent frames: u32 length of what follows, u8 type, u32 command id, payload */
 enum { FRAME_HEAD = 9, FRAME_MAX = 1 << 20 };
-enum { RUN = 1, STDIN = 2, KILL = 3, SIGNAL = 4, RESIZE = 5, CONNECT = 6, LISTEN = 7, SLEPT = 15 }; /* to the agent */
+enum { RUN = 1, STDIN = 2, KILL = 3, SIGNAL = 4, RESIZE = 5, CONNECT = 6, LISTEN = 7, /* to the agent */
+       QUIET = 8, /* and back: it stands between two frames until it hears the next */ SLEPT = 15 };
 enum { HELLO = 16, FAIL = 17, STDOUT = 18, STDERR = 19, EXIT = 20, STDIN_ACK = 21,     /* from it */
        STARTED = 22, SOCKET = 23 };
 enum { AS_ROOT = 1, LONG_LIVED = 2, ON_TERMINAL = 4 };                              /* options of RUN */
@@ -133,6 +134,7 @@ void agent_place(int agent_fd, int *pipes); /* its socket is its only file, but 
 
 /* ---- filter.c, agent.c, files.c */
 const char *filter_install(void); /* NULL or the failed step */
+int guest_main(uint32_t work_id); /* guest.c */
 void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes, const struct carried *carried)
     __attribute__((noreturn));
 

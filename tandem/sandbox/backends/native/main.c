@@ -14,6 +14,7 @@ int main(int argc, char **argv) {
         return keeper_main(control, supervisor, one_id, listener, grace_s, ways, folder);
     }
     if (argc == 2 && !strcmp(argv[1], "agent")) return branch_agent();
+    if (argc == 3 && !strcmp(argv[1], "guest")) return guest_main(atoi(argv[2]));
     fprintf(stderr, "tandem-box: started by tandem, not by hand\n");
     return 2;
 }

@@ -2,6 +2,7 @@
 #include "box.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/fsuid.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -22,6 +23,12 @@ bool terminal_open(int *master, int *slave, uint32_t owner, uint32_t columns, ui
     if (*master < 0) return false;
     *slave = -1;
     if (!ioctl(*master, TIOCSPTLCK, &unlock)) *slave = ioctl(*master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
+    unsigned number;
+    char name[32];
+    if (*slave < 0 && errno == ENOTTY && !ioctl(*master, TIOCGPTN, &number)) { /* gVisor: by its name */
+        snprintf(name, sizeof name, "/dev/pts/%u", number);
+        *slave = open(name, O_RDWR | O_NOCTTY | O_CLOEXEC);
+    }
     if (*slave >= 0 && terminal_resize(*master, columns, rows)) return true;
     error = errno;
     close(*master);
