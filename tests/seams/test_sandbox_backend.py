@@ -160,6 +160,10 @@ async def until(box: Box, text: str) -> str:
     return found
 
 
+def unheard(*told: object) -> None:
+    """Of what a box tried to reach."""
+
+
 # ---- what every backend does
 
 
@@ -434,8 +438,8 @@ async def it_has_terminals(backend: SandboxBackend) -> None:
 @able(Ability.NETWORK)
 async def its_network_has_a_policy(backend: SandboxBackend) -> None:
     box = await fresh(backend)
-    await box.set_network(NetworkPolicy(allow=("192.0.2.1",)))
-    await box.set_network(NetworkPolicy())
+    await box.set_network(NetworkPolicy(allow=("192.0.2.1",)), unheard)
+    await box.set_network(NetworkPolicy(), unheard)
 
 
 @able(Ability.PORTS)
@@ -482,7 +486,7 @@ UNABLE.update({
     Ability.LIVE_FORK: lambda backend, box: box.fork([SPEC], timeout_s=CREATE_S),
     Ability.PROCESSES: lambda backend, box: box.start(Start(arguments=["true"])),
     Ability.TERMINAL: lambda backend, box: box.start(Start(arguments=["true"], terminal=Terminal())),
-    Ability.NETWORK: lambda backend, box: box.set_network(NetworkPolicy(internet=True)),
+    Ability.NETWORK: lambda backend, box: box.set_network(NetworkPolicy(internet=True), unheard),
     Ability.PORTS: lambda backend, box: box.connect(8099),
     Ability.IMAGES: lambda backend, box: backend.create(
         SPEC, root=Root(layers=(Layer(path=Path("/nowhere")),)), timeout_s=CREATE_S

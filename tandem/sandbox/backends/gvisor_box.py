@@ -25,6 +25,7 @@ from tandem.sandbox.backends.cgroups import Cgroups
 from tandem.sandbox.backends.channel import Channel
 from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.backends.runsc import Runsc
+from tandem.sandbox.network.attempts import Tell
 
 KILL_TIMEOUT_S = 15.0
 NOTE = "tandem.json"  # beside the images: the number of the next call
@@ -141,7 +142,7 @@ class GvisorBox:
                 raise each
         return [each for each in made if not isinstance(each, BaseException) or isinstance(each, Exception)]
 
-    async def set_network(self, policy: NetworkPolicy) -> None:
+    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
         self._alive()
         if not policy.none:
             raise refuse("gvisor", Ability.NETWORK)
