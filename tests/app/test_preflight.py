@@ -112,6 +112,7 @@ CASES = [
     ("--sandbox.backend boxless.py:Backend", 1, "this place has no boxes", "go elsewhere"),
     ("--sandbox.backend namspace", 2, "no sandbox named 'namspace'", "did you mean namespace?"),
     ("--sandbox.template python", 1, "no template 'python'", "known: host"),
+    ("--sandbox.network.allow 127.1", 2, "network rule '127.1'", "10.0.0.5:5432"),
     ("--record.name taken", 2, "run folder runs/taken exists", "choose another record.name"),
 ]
 

@@ -61,25 +61,22 @@ class Gate:
         """
         if self.open:
             return
-        listener = await listen(PROXY_PORT, False)
+        made = await asyncio.gather(listen(PROXY_PORT, False), listen(NAME_PORT, True), return_exceptions=True)
+        listener, names = made
+        if isinstance(names, PermissionError):  # the proxy looks names up too, so this box can do without
+            self._attempts.note("dns", allowed=False, why="this machine gives boxes no port below 1024")
+            names = None
+        if not isinstance(listener, socket.socket) or isinstance(names, BaseException):
+            for each in made:
+                if isinstance(each, socket.socket):
+                    each.close()
+            raise next(each for each in made if isinstance(each, BaseException))
         loop = asyncio.get_running_loop()
-        try:
-            await self._start_stub(listen)
-        except BaseException:
-            listener.close()
-            raise
+        if names is not None:
+            names.setblocking(False)
+            self._stub, _ = await loop.create_datagram_endpoint(lambda: Stub(self._outlet), sock=names)
         listener.setblocking(False)
         self._accepting = loop.create_task(self._accept(listener))
-
-    async def _start_stub(self, listen: Listen) -> None:
-        try:
-            names = await listen(NAME_PORT, True)
-        except PermissionError:  # the proxy looks names up too, so this box can do without
-            self._attempts.note("dns", allowed=False, why="this machine gives boxes no port below 1024")
-            return
-        names.setblocking(False)
-        loop = asyncio.get_running_loop()
-        self._stub, _ = await loop.create_datagram_endpoint(lambda: Stub(self._outlet), sock=names)
 
     def change(self, policy: Policy) -> None:
         """Follow another policy from now on; what it forbids is cut."""
