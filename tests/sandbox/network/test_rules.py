@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.core.errors import ConfigError
@@ -74,6 +74,7 @@ def test_an_address_has_one_form() -> None:
         plain_address("fe80::1%eth0")
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_no_text_breaks_the_parser(text: str) -> None:
     try:
@@ -83,6 +84,7 @@ def test_no_text_breaks_the_parser(text: str) -> None:
     assert (rule.block is None) == bool(rule.name) and 1 <= rule.ports[0] <= rule.ports[1] <= 65535
 
 
+@settings(deadline=None)
 @given(st.ip_addresses(v=4))
 def test_clothes_hide_no_address(address: ipaddress.IPv4Address) -> None:
     """What is private as IPv4 is so in every form of IPv6 that carries it."""

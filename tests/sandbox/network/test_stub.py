@@ -8,7 +8,7 @@ import socket
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from network_pieces import Door, Table, door
 
@@ -79,6 +79,7 @@ def test_what_is_no_question_is_said(data: bytes) -> None:
         read_question(data)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=80))
 def test_no_bytes_break_it(tail: bytes) -> None:
     data = struct.pack(">HHHHHH", 1, 0, 1, 0, 0, 0) + tail
