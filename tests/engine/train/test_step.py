@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -249,3 +250,16 @@ def test_publish_gives_every_step_its_number_and_an_empty_one_too() -> None:
         assert asyncio.run(go()) == [1, 2, 3, 3]
     finally:
         compute.close()
+
+
+def test_bfloat16_with_masters_tracks_float32_over_200_steps() -> None:
+    """At this rate an update is less than half the distance of two bfloat16 weights: rounded weights would stand."""
+    rng = np.random.default_rng(0)
+    lesson = [demonstration(f"d{n}", ids(rng.integers(1, 40, 9).tolist()), mask([0] + [1] * 8)) for n in range(3)]
+    rate = OptimizerSection(learning_rate=5e-5, warmup_steps=0)
+    whole, half = (
+        [result.loss for result in train(tiny_model(dtype=dtype), SFT, lesson, steps=200, optimizer=rate)]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert whole[-1] < whole[0] - 0.3
+    assert max(abs(one - other) for one, other in zip(whole, half, strict=True)) < 0.02
