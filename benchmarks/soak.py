@@ -1,9 +1,10 @@
 """The engine under more load than it can serve: ``python benchmarks/soak.py --minutes 30``.
 
 Clients of three groups (a crowd, a few, and one alone) each ask again as soon as they are answered, with more requests
-at once than seats and blocks; one request in ten is cancelled under way. Printed for each fifth of the time: resident memory, and each
-group's requests and slowest answers. Verdict: memory at the end within ``--growth`` of that after the first fifth, the
-last fifth's 99th percentile within ``--slower`` of the first's, every group served in every fifth, no block left over.
+at once than seats and blocks; one request in ten is cancelled under way. Printed for each fifth of the time: resident
+memory, and each group's requests and slowest answers. Verdict: memory at the end within ``--growth`` of that in the
+first fifth, the last fifth's 99th percentile within ``--slower`` of the first's, every group served in every fifth, no
+block left over.
 Exit status 1 otherwise.
 """
 
