@@ -52,6 +52,7 @@ def read_found(text: str) -> Mounts:
     """The keeper's word. Raises SandboxUnavailable: nothing works."""
     if text[:1] == "n":
         raise SandboxUnavailable(
-            f"this machine makes no roots for boxes: {text[2:]}", hint="Linux 5.14 or newer with overlayfs and tmpfs"
+            f"this machine makes no boxes: {text[2:]}",
+            hint="tandem doctor says what is missing; roots of boxes need Linux 5.14 or newer with overlayfs and tmpfs",
         )
     return Mounts(MountWay(text[0]), text[1] == "i")
