@@ -41,10 +41,11 @@ FILES = {
     "key.toml": "\n[trainer]\nsteps = 1\nstep = 2\n",
     "type.toml": '[trainer]\nsteps = "3"\n',
     "boxless.py": """
+from tandem.core.boxes import Isolation
 from tandem.core.errors import SandboxUnavailable
 
 class Backend:
-    name = "boxless"
+    name, isolation, abilities = "boxless", Isolation.SHARED_KERNEL, frozenset()
 
     def __init__(self, section, state):
         pass
