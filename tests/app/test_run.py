@@ -96,7 +96,8 @@ def test_runs_are_listed_shown_verified_and_drawn(
 
 def test_the_recipe_checks(place: Path, capsys: pytest.CaptureFixture[str]):
     out = said(capsys, "config", "check", *small(place / "runs", "checked"))
-    assert out.startswith("good: environment chores, model ") and out.endswith("context of 256 tokens\n")
+    last = out.splitlines()[-1]
+    assert last.startswith("good: environment chores, model ") and last.endswith("context of 256 tokens")
     assert not (place / "runs" / "checked").exists()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -25,6 +26,7 @@ from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, Sn
 from tandem.sandbox.backends.mounts import MountChoice
 
 MESSAGE_MAX = 512 * 1024
+SEAL_ATTEMPTS = 10
 
 
 class BusyFiles(SnapshotError):
@@ -360,5 +362,13 @@ def _sealed(program: Path) -> int:
     while data:
         data = data[os.write(image, data):]
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(image, fcntl.F_ADD_SEALS, seals)
+    for attempt in range(SEAL_ATTEMPTS):
+        try:
+            fcntl.fcntl(image, fcntl.F_ADD_SEALS, seals)
+            break
+        except OSError as error:
+            # EBUSY: the kernel itself holds a page of it at the moment (it waits for a sixth of a second before).
+            if error.errno != errno.EBUSY or attempt == SEAL_ATTEMPTS - 1:
+                os.close(image)
+                raise SandboxUnavailable(f"the box program cannot be sealed in memory: {error}") from error
     return image

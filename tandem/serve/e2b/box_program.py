@@ -79,15 +79,23 @@ class Watch:
         self.folders: dict = {}
         self.add(path)
 
-    def add(self, folder: str) -> None:
+    def add(self, folder: str, *, new: bool = False) -> None:
+        """Watch a folder. What a ``new`` one holds by now is told: it may have come before the watch. What came just
+        then is told twice."""
         number = self.library.inotify_add_watch(self.descriptor, os.fsencode(folder), MASK)
         if number < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), folder)
         self.folders[number] = folder
         if self.recursive:
             for entry in os.scandir(folder):
+                if new:
+                    self.say(entry.path, "create")
                 if entry.is_dir(follow_symlinks=False):
-                    self.add(entry.path)
+                    self.add(entry.path, new=new)
+
+    def say(self, changed: str, kind: str) -> None:
+        shown = os.path.relpath(changed, self.path)
+        print(json.dumps({"path": changed, "name": shown, "kind": kind}), flush=True)
 
     def run(self) -> None:
         print(json.dumps({"answer": None}), flush=True)
@@ -103,11 +111,10 @@ class Watch:
         changed = os.path.join(folder, child) if child else folder
         for bit, kind in KINDS:
             if mask & bit:
-                shown = os.path.relpath(changed, self.path)
-                print(json.dumps({"path": changed, "name": shown, "kind": kind}), flush=True)
+                self.say(changed, kind)
         if self.recursive and mask & IS_FOLDER and mask & ARRIVED:
             with contextlib.suppress(OSError):  # it is gone again
-                self.add(changed)
+                self.add(changed, new=True)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,16 +66,17 @@ def test_watch(tmp_path, recursive):
     assert (("sub/inner", "create") in seen) == bool(recursive)
 
 
-def test_a_folder_that_is_made_later_is_watched_too(tmp_path):
+def test_a_folder_that_is_made_later_is_watched_from_its_first_file_on(tmp_path):
     with subprocess.Popen([*PROGRAM, "watch", str(tmp_path), "1"], stdout=subprocess.PIPE) as process:
+        deadline = threading.Timer(20, process.kill)
+        deadline.start()
         assert json.loads(process.stdout.readline()) == {"answer": None}
-        (tmp_path / "late").mkdir()
-        assert json.loads(process.stdout.readline())["name"] == "late"
-        number = 0
-        while True:  # between the news and the watch a change may be lost: clients know that of inotify
-            (tmp_path / "late" / f"f{number}").write_text("x")
-            told = json.loads(process.stdout.readline()) if number else {"name": ""}
-            if told["name"].startswith("late/"):
-                break
-            number += 1
+        (tmp_path / "late" / "deep").mkdir(parents=True)
+        (tmp_path / "late" / "deep" / "f").write_text("x")
+        seen = set()
+        while ("late/deep/f", "create") not in seen:
+            told = json.loads(process.stdout.readline())
+            seen.add((told["name"], told["kind"]))
+        assert {("late", "create"), ("late/deep", "create")} <= seen
+        deadline.cancel()
         process.kill()
