@@ -33,7 +33,15 @@ from tandem.kernels.self_check import proven
 from tandem.models.builtin import resolve_model
 from tandem.models.causal_lm import CausalLM
 from tandem.models.loader import load_model, read_spec
-from tandem.models.lora import LoraSpec, adapters_of, add_adapters, load_adapters, merged_copy, save_adapters
+from tandem.models.lora import (
+    LoraSpec,
+    adapters_of,
+    add_adapters,
+    load_adapters,
+    merged_copy,
+    read_adapter_spec,
+    save_adapters,
+)
 from tandem.models.saver import save_model
 from tandem.rollout.driver import RolloutDriver
 from tandem.sandbox.manager import SandboxManager, spec_of
@@ -90,13 +98,20 @@ def load_for_training(recipe: Recipe, path: Path) -> CausalLM:
 
 def with_adapters(model: CausalLM, recipe: Recipe) -> CausalLM:
     """The model with the adapters that the recipe asks for."""
+    if recipe.lora.path:
+        return load_adapters(model, Path(recipe.lora.path))
+    spec = lora_of(recipe)
+    return model if spec is None else add_adapters(model, spec, seed=recipe.trainer.seed)
+
+
+def lora_of(recipe: Recipe) -> LoraSpec | None:
+    """The adapters that a recipe trains."""
     lora = recipe.lora
     if lora.path:
-        return load_adapters(model, Path(lora.path))
-    if lora.rank:
-        spec = LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dora=lora.dora)
-        return add_adapters(model, spec, seed=recipe.trainer.seed)
-    return model
+        return read_adapter_spec(Path(lora.path))
+    if not lora.rank:
+        return None
+    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dora=lora.dora)
 
 
 def export_model(model: CausalLM, folder: Path, *, base: Path) -> Path:

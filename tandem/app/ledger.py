@@ -8,20 +8,20 @@ the peak of a real step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tandem.algorithms.spec import Data, resolve
-from tandem.app.build import DTYPES
+from tandem.app.build import DTYPES, lora_of
 from tandem.app.preflight import ModelFiles, pick_device
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError
 from tandem.kernels.functions import HEAD_CHUNK
 from tandem.kernels.ops import Ops
 from tandem.models.causal_lm import CausalLM
-from tandem.models.lora import LoraSpec, add_adapters
+from tandem.models.lora import add_adapters
 from tandem.models.spec import ModelSpec
 
 FULL = 4  # bytes of a float32: masters, moments, summed gradients, logits
@@ -127,10 +127,10 @@ def free_memory(device: torch.device) -> int | None:
 def _parameters(recipe: Recipe, spec: ModelSpec) -> tuple[int, int]:
     """All, and those that are trained."""
     model = CausalLM(spec, Ops("fast", "cpu"), dtype=torch.float32, device="meta")
-    lora = recipe.lora
-    if lora.rank and not lora.path:
-        settings = LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dora=False)
-        model = add_adapters(model, settings, seed=0)
+    lora = lora_of(recipe)
+    if lora is not None:
+        # The lengths that DoRA adds are measured on real weights, and are too few to count.
+        add_adapters(model, replace(lora, dora=False), seed=0)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 

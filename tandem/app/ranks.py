@@ -10,11 +10,11 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import torch
 
 from tandem.algorithms.spec import AlgorithmSpec
+from tandem.app.build import lora_of
 from tandem.app.preflight import pick_device
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.config.tree import Recipe
@@ -25,7 +25,6 @@ from tandem.engine.train.ranked import RankedTrainEngine
 from tandem.engine.train.ranks import RankGroup
 from tandem.engine.train.step import LocalTrainEngine
 from tandem.engine.weights import PublishedWeights
-from tandem.models.lora import LoraSpec, read_adapter_spec
 
 TrainEngine = LocalTrainEngine | RankedTrainEngine
 
@@ -92,13 +91,3 @@ async def train_engine(
         algorithm=algorithm,
     )
     return await RankedTrainEngine.open(weights, compute, ranks, setup=setup, total_steps=total_steps)
-
-
-def lora_of(recipe: Recipe) -> LoraSpec | None:
-    """The adapters that a recipe trains."""
-    lora = recipe.lora
-    if lora.path:
-        return read_adapter_spec(Path(lora.path))
-    if not lora.rank:
-        return None
-    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dora=lora.dora)

@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.app import ledger
 from tandem.app.ledger import check_memory, predict
 from tandem.app.preflight import prepare_model
 from tandem.config.load import load
 from tandem.core.errors import ConfigError
+from tandem.models.builtin import resolve_model
+from tandem.models.loader import load_model
+from tandem.models.lora import LoraSpec, add_adapters, save_adapters
 
 TOLERANCE = 0.2  # of the prediction; what the allocator keeps for itself is not predicted
 
@@ -78,7 +82,7 @@ def recipe(*more: str):
     return load(flags=["--model.path", "tiny", "--data.path", "x", *more])[0]
 
 
-def test_every_wish_has_its_part() -> None:
+def test_every_wish_has_its_part(tmp_path: Path) -> None:
     def parts(*more: str) -> ledger.Ledger:
         asked = recipe(*more)
         return predict(asked, prepare_model(asked))
@@ -92,6 +96,10 @@ def test_every_wish_has_its_part() -> None:
     assert "reference" in parts("--algorithm.name", "dpo").kept
     adapters = parts("--algorithm.name", "sft", "--lora.rank", "4")
     assert adapters.kept["moments of the optimizer"] < data.kept["moments of the optimizer"] / 2
+    tiny = load_model(resolve_model("tiny"), dtype=torch.float32)
+    save_adapters(add_adapters(tiny, LoraSpec(rank=4, alpha=8), seed=0), tmp_path / "adapter", base="tiny")
+    gone_on = parts("--algorithm.name", "sft", "--lora.path", str(tmp_path / "adapter"))
+    assert gone_on.kept["moments of the optimizer"] == adapters.kept["moments of the optimizer"]
     less = parts("--algorithm.name", "sft", "--engine.train.checkpoint-activations", "true")
     assert less.train["activations"] < data.train["activations"]
 
