@@ -212,6 +212,6 @@ class _WholeOptimizer:
         try:
             result = own()
         except (RuntimeError, ValueError) as error:  # the library's, when a partner is gone
-            raise self._ranks.failed(what, error) from error
+            raise self._ranks.fail(what, error) from error
         self._ranks.wait(what, answers)
         return result

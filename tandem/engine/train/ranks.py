@@ -123,6 +123,7 @@ class RankGroup:
         self._threads = threads
         self._broken = ""
         self._ranks: list[_Rank] = []
+        self._bells: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()  # of those who wait now
 
     @property
     def processes(self) -> list[int]:
@@ -145,6 +146,8 @@ class RankGroup:
             )  # fmt: skip
 
         self._ranks = [_Rank(number) for number in range(1, self.num_ranks)]
+        for rank in self._ranks:
+            rank.died.add_done_callback(lambda _: self._ring())
         self._await_start()
         answers = [rank.ask(command(rank.number)) for rank in self._ranks]
         joining: concurrent.futures.Future[torch.device] = concurrent.futures.Future()
@@ -166,7 +169,7 @@ class RankGroup:
             concurrent.futures.wait(open_ones, timeout=left, return_when=concurrent.futures.FIRST_COMPLETED)
         if self._gone() or not joining.done() or joining.exception() or not all(answer.done() for answer in answers):
             cause = joining.exception() if joining.done() else None
-            raise self._fail("the ranks could not meet", cause)
+            raise self.fail("the ranks could not meet", cause)
         self.device = joining.result()
 
     def _await_start(self) -> None:
@@ -177,7 +180,7 @@ class RankGroup:
             while not rank.ponged.wait(0.05) and not self._gone() and time.monotonic() < deadline:
                 pass
             if not rank.ponged.is_set():
-                raise self._fail(f"rank {rank.number} did not start within {START_S:g} s", None)
+                raise self.fail(f"rank {rank.number} did not start within {START_S:g} s", None)
 
     def ask(self, commands: Sequence[Command]) -> list[concurrent.futures.Future[Answer]]:
         """Give each other rank its command.
@@ -198,10 +201,11 @@ class RankGroup:
             ClusterError: a rank died, failed or did not answer in time; the group is broken.
             EngineError: what all ranks came to alike.
         """
-        loop = asyncio.get_running_loop()
         bell = asyncio.Event()
-        for rank in self._ranks:
-            rank.died.add_done_callback(lambda _: _ring(loop, bell))
+        listener = (asyncio.get_running_loop(), bell)
+        self._bells.add(listener)
+        if self._gone():
+            bell.set()
         part, death = asyncio.ensure_future(own), asyncio.ensure_future(bell.wait())
         others = asyncio.gather(*(asyncio.wrap_future(answer) for answer in answers))
         try:
@@ -212,15 +216,16 @@ class RankGroup:
                     raise part.exception() or AssertionError
             if not part.done() or part.cancelled() or part.exception():
                 failed = part.exception() if part.done() and not part.cancelled() else None
-                raise await asyncio.to_thread(self._fail, what, failed)
+                raise await asyncio.to_thread(self.fail, what, failed)
             await asyncio.wait({others, death}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not others.done() or any(answer.error for answer in others.result()):
-                raise await asyncio.to_thread(self._fail, what, None)
+                raise await asyncio.to_thread(self.fail, what, None)
             return part.result(), others.result()
         except asyncio.CancelledError:
             self._broken = f"{what} was cancelled; the ranks are out of step"
             raise
         finally:
+            self._bells.discard(listener)
             for waiting in (part, death, others):
                 waiting.cancel()
             await asyncio.gather(part, death, others, return_exceptions=True)
@@ -233,17 +238,18 @@ class RankGroup:
             left = [each for each in open_ones if not each.done()]
             concurrent.futures.wait(left, deadline - time.monotonic(), concurrent.futures.FIRST_COMPLETED)
         if not all(answer.done() and not answer.result().error for answer in answers):
-            raise self._fail(what, None)
+            raise self.fail(what, None)
         return [answer.result() for answer in answers]
 
-    def failed(self, what: str, cause: BaseException) -> ClusterError:
-        """The error for an exchange that failed in this process."""
-        return self._fail(what, cause)
+    def _ring(self) -> None:
+        for loop, bell in list(self._bells):
+            with contextlib.suppress(RuntimeError):  # that loop has ended
+                loop.call_soon_threadsafe(bell.set)
 
     def _gone(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.died.done()]
 
-    def _fail(self, what: str, cause: BaseException | None) -> ClusterError:
+    def fail(self, what: str, cause: BaseException | None) -> ClusterError:
         """Find out who is to blame, end the others, and make the error that says so."""
         if self._broken:
             return ClusterError(self._broken, hint=HINT)
@@ -282,8 +288,3 @@ class RankGroup:
         self._ranks = []
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _ring(loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # that loop has ended
-        loop.call_soon_threadsafe(bell.set)
