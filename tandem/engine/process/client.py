@@ -231,9 +231,7 @@ class ProcessEngine:
         except TandemError as error:
             problem = f" (it sent what nobody understands: {error})"
         if self._closing:
-            for call in self._calls.values():
-                if not call.future.done():
-                    call.future.set_exception(EngineError("the engine was closed"))
+            self._fail_all(lambda: EngineError("the engine was closed"))
             return
         self._writer.close()
         status = await asyncio.to_thread(self._end)
@@ -244,10 +242,14 @@ class ProcessEngine:
             f"{waiting} call{'' if waiting == 1 else 's'} waited",
             hint="its last words are in this process's error output; the kernel kills what uses up the memory",
         )
+        self._fail_all(lambda: EngineLost(lost.message, hint=lost.hint))
+        self.lost.set_result(lost)
+
+    def _fail_all(self, error: Callable[[], EngineError]) -> None:
+        """Fail every call that waits, each with an error of its own: a raised one gathers its traceback."""
         for call in self._calls.values():
             if not call.future.done():
-                call.future.set_exception(EngineLost(lost.message, hint=lost.hint))
-        self.lost.set_result(lost)
+                call.future.set_exception(error())
 
     # ---- messages
     async def _run(self, call: _Call, message: Callable[[int], object]) -> Completion | None:
