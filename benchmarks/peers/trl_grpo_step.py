@@ -12,29 +12,14 @@ import time
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl_settings import PLAIN
+from trl_steps import Steps
 
 
 def vowels(completions, **_):
     return [sum(text.count(vowel) for vowel in "aeiou") / max(1, len(text)) for text in completions]
-
-
-class Steps(TrainerCallback):
-    """Seconds of each step, from the end of the one before."""
-
-    def __init__(self):
-        self.times = []
-        self.last = 0.0
-
-    def on_train_begin(self, *_, **__):
-        self.last = time.perf_counter()
-
-    def on_step_end(self, *_, **__):
-        now = time.perf_counter()
-        self.times.append(now - self.last)
-        self.last = now
 
 
 class Timed(GRPOTrainer):

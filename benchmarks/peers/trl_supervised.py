@@ -7,29 +7,14 @@ import json
 import os
 import sys
 import tempfile
-import time
 
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl_settings import PLAIN
-
-
-class Steps(TrainerCallback):
-    """Seconds of each step, from the end of the one before."""
-
-    def __init__(self):
-        self.times, self.last = [], 0.0
-
-    def on_train_begin(self, *_, **__):
-        self.last = time.perf_counter()
-
-    def on_step_end(self, *_, **__):
-        now = time.perf_counter()
-        self.times.append(now - self.last)
-        self.last = now
+from trl_steps import Steps
 
 
 def in_order(trainer_class):
