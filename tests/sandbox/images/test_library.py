@@ -116,12 +116,12 @@ ARG FROM_TAG=none
 FROM base:${FROM_TAG} AS first
 ARG word=default
 ENV GREETING="hello $word" OTHER=x
-WORKDIR /work/deep
+WORKDIR /srv/deep
 RUN echo "$GREETING from $PWD $BASE" > out && rm /etc/group && mkdir /made && id -u > /made/id
 RUN ["/bin/sh", "-c", "echo exec > /made/exec"]
 FROM base:1
 LABEL a=b "c d"="e f"
-COPY --from=first /work/deep/out /made/ /copied/
+COPY --from=first /srv/deep/out /made/ /copied/
 COPY --chown=web:staff --chmod=640 src /srv/app
 COPY *.cfg /usr-link/
 USER web
@@ -133,7 +133,7 @@ CMD ["/copied/out"]
     template, lines = build(library, backend, file, context=context, arguments={"FROM_TAG": "1", "word": "there"},
                             start_command="sleep 1", ready_command="true")
     found = content(library)
-    assert found["copied/out"] == "644 0:0 b'hello there from /work/deep 1\\n'"
+    assert found["copied/out"] == "644 0:0 b'hello there from /srv/deep 1\\n'"
     assert found["copied/id"] == "644 0:0 b'0\\n'" and found["copied/exec"].endswith("b'exec\\n'")
     assert found["srv/app/a.txt"] == "640 33:50 b'a'" and found["srv/app/sub/b.txt"] == "640 33:50 b'b'"
     assert "srv/app/junk.log" not in found and found["usr/share/one.cfg"] == "644 0:0 b'one'"
