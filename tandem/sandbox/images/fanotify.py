@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import os
+import resource
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ MARK_ADD, MARK_REMOVE = 0x1, 0x2
 PRE_ACCESS = 0x00100000
 AT_FDCWD = -100
 ALLOW, DENY = 1, 2
+REFUSE = DENY | errno.EIO << 24
 RANGE_RECORD = 6
 METADATA = struct.Struct("<IBBHQii")
 RECORD = struct.Struct("<BBH")
@@ -72,14 +74,25 @@ def read_events(group: int) -> Iterator[Access]:
 
 def answer(group: int, access: Access, *, allow: bool) -> None:
     """Let the reader go on, or fail with EIO; closes the event's descriptor."""
-    code = ALLOW if allow else DENY | errno.EIO << 24
     try:
-        os.write(group, struct.pack("<iI", access.descriptor, code))
-    except OSError as error:
-        if error.errno != errno.ENOENT:  # the reader was killed meanwhile
-            raise
+        _respond(group, access.descriptor, ALLOW if allow else REFUSE)
     finally:
         os.close(access.descriptor)
+
+
+def refuse_taken(group: int) -> None:
+    """Fail every reader whose event a process took that has died since: the kernel knows an event that was taken by
+    the number of its descriptor there, and keeps its reader waiting for as long as the group is open."""
+    for number in range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
+        _respond(group, number, REFUSE)
+
+
+def _respond(group: int, number: int, code: int) -> None:
+    try:
+        os.write(group, struct.pack("<iI", number, code))
+    except OSError as error:
+        if error.errno != errno.ENOENT:  # no such event, or its reader was killed meanwhile
+            raise
 
 
 @functools.lru_cache(maxsize=8)

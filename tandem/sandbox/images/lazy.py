@@ -212,6 +212,7 @@ def hold(group: int, pipe: int) -> None:
     """The second process: waits for the worker. If that dies unfinished, every reader gets an error from here."""
     if os.read(pipe, 1) == DONE:
         return
+    fanotify.refuse_taken(group)  # what the worker knew of when it died; all its threads are gone by now
     while _is_there():
         ready, _, _ = select.select([group], [], [], HOLDER_LOOKS_S)
         if ready:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from starlette.responses import Response
 from tandem.sandbox.backend import Layer
 from tandem.sandbox.images.erofs_mount import can_mount_index
 from tandem.sandbox.images.fanotify import can_watch
+from tandem.sandbox.images.lazy import BACKGROUND
 from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.images.store import FILLING
 from tandem.sandbox.images.view import open_layer
@@ -35,6 +37,7 @@ class SlowRegistry(Registry):
         super().__init__({})
         self.layout = layout
         self.open = asyncio.Event()
+        self.num_waiting = 0  # requests that waited for it
         self.spoil: Callable[[bytes], bytes] = lambda data: data
 
     async def manifest(self, request: Request) -> Response:
@@ -52,6 +55,7 @@ class SlowRegistry(Registry):
         if wanted:
             first = int(wanted.removeprefix("bytes=").split("-")[0])
             if (2 << 20) < first < (9 << 20):
+                self.num_waiting += 1
                 while not self.open.is_set():
                     await asyncio.sleep(0.01)
         answer = self.part(request, self.file(request.path_params["digest"]))
@@ -141,6 +145,32 @@ def test_a_dead_worker_gives_errors_never_zeros_and_the_layer_is_fetched_again(l
         finally:
             os.close(place)
         assert library.store.find(layer.digest) is None
+
+
+def test_a_reader_whose_wish_the_dead_worker_had_taken_gets_an_error(layout, tmp_path):
+    registry = SlowRegistry(layout)
+    with ThreadPoolExecutor(4) as pool, pulled(registry, tmp_path / "new") as (_, layer):
+        place = open_layer(layer)
+        try:
+            wait_until(lambda: registry.num_waiting == BACKGROUND, "the background waits for the middle")
+            reading = [pool.submit(pread_at, place, offset) for offset in ((3 << 20), (5 << 20), (7 << 20))]
+            wait_until(lambda: registry.num_waiting > BACKGROUND, "the worker asks for what is read")
+            os.kill(min(workers(tmp_path / "new")), signal.SIGKILL)
+            for one in reading:
+                with pytest.raises(OSError) as caught:
+                    one.result(timeout=20)
+                assert caught.value.errno == errno.EIO
+        finally:
+            os.close(place)
+
+
+def pread_at(place: int, offset: int) -> bytes:
+    """A piece of the middle."""
+    file = os.open("middle", os.O_RDONLY, dir_fd=place)
+    try:
+        return os.pread(file, 4096, offset - (3 << 20))
+    finally:
+        os.close(file)
 
 
 def test_a_chunk_that_is_not_its_digest_is_an_error(layout, tmp_path):
