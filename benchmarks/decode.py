@@ -7,6 +7,8 @@ All sides: the same weights in the same type, the same number of threads, prompt
 share, answers of one forced length at temperature 1 (llama.cpp's tool samples nothing). Decode is
 ``n * (new - 1)`` tokens over the time of a run to the end less the time of a run to the first token, medians over
 rounds in which the sides take turns. The first run of each side and size warms it up and is not counted.
+``--beside fast int8`` adds our own engine with other numerics, or with weights of 8 bits, and prints the gap of its
+log-probabilities to the trainer's.
 Ceilings: what this machine reads and multiplies in the same minute, for the bytes (weights once, keys and values of
 each sequence) and operations (two a weight) of a step.
 """
@@ -19,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +32,9 @@ from pieces.runs import machine, recipe
 
 from tandem.app.build import LiveModel, engine_of
 from tandem.app.preflight import ModelFiles, prepare_model
-from tandem.core.types import GenerateRequest, SamplingParams, ids
+from tandem.config.sections.engine import TrainSection
+from tandem.core.types import GenerateRequest, SamplingParams, Trajectory, floats, ids, mask
+from tandem.engine.train.score import Scorer
 from tandem.models.spec import ModelSpec
 from tandem.record.summary import table
 
@@ -41,11 +46,13 @@ def prompts(vocab_size: int, count: int, length: int, seed: int) -> list[list[in
     return np.random.default_rng(seed).integers(1000, vocab_size, (count, length)).tolist()
 
 
-def flags(options: argparse.Namespace) -> list[str]:
+def flags(options: argparse.Namespace, kind: str) -> list[str]:
+    numerics, quantize = ("exact", "int8") if kind == "int8" else (kind, "none")
     most = max(options.concurrency)
     return [
         f"model.path={options.model}", f"model.dtype={options.dtype}", "model.device=cpu",
-        f"model.max_context_tokens={options.prompt + options.new}", f"engine.numerics={options.numerics}",
+        f"engine.quantize={quantize}", f"model.max_context_tokens={options.prompt + options.new}",
+        f"engine.numerics={numerics}",
         f"engine.threads={options.threads}", f"engine.infer.max_num_seqs={most}",
         f"engine.infer.kv_tokens={most * (options.prompt + options.new + 32) + 1024}",
     ]  # fmt: skip
@@ -125,6 +132,36 @@ def rate(runs: Sequence[Measured], count: int, options: argparse.Namespace) -> f
     return statistics.median(count * (options.new - 1) / (run[count][1] - run[count][0]) for run in runs)
 
 
+async def gap(live: LiveModel, spec: ModelSpec, options: argparse.Namespace) -> str:
+    """How far the sampler's log-probabilities are from the trainer's forward pass of the same tokens."""
+    requests = [
+        GenerateRequest(
+            id=f"gap.{place}", prompt_ids=ids(each), seed=place,
+            params=SamplingParams(max_tokens=options.new, temperature=1.0, ignore_eos=True),
+        )
+        for place, each in enumerate(prompts(spec.vocab_size, 16, options.prompt, 77))
+    ]  # fmt: skip
+    answers = await asyncio.gather(*(live.engine.generate(each) for each in requests))
+    before = [[*request.prompt_ids, *answer.token_ids] for request, answer in zip(requests, answers, strict=True)]
+    trajectories = [
+        Trajectory(
+            episode_id=request.id, group_id="gap", token_ids=ids(tokens), versions=ids([-1] * len(tokens)),
+            loss_mask=mask([0] * options.prompt + [1] * options.new), num_prompt_tokens=options.prompt,
+            logprobs=floats([0.0] * options.prompt) + answer.logprobs, temperature=1.0,
+        )
+        for request, answer, tokens in zip(requests, answers, before, strict=True)
+    ]  # fmt: skip
+    scorer = Scorer(live.weights.model, live.compute, TrainSection())
+    scored = np.array([each[options.prompt :] for each in await scorer.score(trajectories)])
+    sampled = np.array([answer.logprobs for answer in answers])
+    ratio = scored - sampled
+    return (
+        f"{ratio.size} sampled tokens: mean |difference| {np.abs(ratio).mean():.4f}, largest "
+        f"{np.abs(ratio).max():.3f}, "
+        f"KL of sampler from trainer (k3) {(np.expm1(ratio) - ratio).mean():.5f}"
+    )
+
+
 def show(results: dict[str, list[Measured]], limit: dict[int, float], options: argparse.Namespace) -> None:
     rows = [["decode tokens/s", *(f"n={count}" for count in options.concurrency)]]
     mine = {count: rate(results["tandem"], count, options) for count in options.concurrency}
@@ -141,7 +178,7 @@ def show(results: dict[str, list[Measured]], limit: dict[int, float], options: a
 
 
 async def measure(options: argparse.Namespace) -> None:
-    chosen = recipe(*flags(options))
+    chosen = recipe(*flags(options, options.numerics))
     files = prepare_model(chosen)
     peers = {
         "transformers": ("transformers_decode.py", Peer.find(options.transformers, "transformers")),
@@ -149,7 +186,12 @@ async def measure(options: argparse.Namespace) -> None:
     }
     llama = LlamaBench.find(options.llama, options.gguf)
     results: dict[str, list[Measured]] = {"tandem": []}
-    async with engine_of(chosen, files) as live:
+    async with AsyncExitStack() as stack:
+        live = await stack.enter_async_context(engine_of(chosen, files))
+        beside = {
+            kind: await stack.enter_async_context(engine_of(recipe(*flags(options, kind)), files))
+            for kind in options.beside
+        }
         read, flops, limit = ceilings(files, options)
         print(
             f"{machine()}; {options.model} {options.dtype}, prompt {options.prompt}, new {options.new}, numerics "
@@ -157,13 +199,18 @@ async def measure(options: argparse.Namespace) -> None:
         )  # fmt: skip
         for round_ in range(options.rounds):
             results["tandem"].append(await ours(live, files.spec, options, round_))
+            for kind, other in beside.items():
+                results.setdefault(f"tandem {kind}", []).append(await ours(other, files.spec, options, round_))
             for script, peer in peers.values():
                 if peer is not None:
                     results.setdefault(peer.version, []).append(theirs(peer, script, files, options, round_))
             if llama is not None:
                 found = llama.decode(options.concurrency, options.prompt, options.new, options.threads)
                 results.setdefault("llama.cpp", []).append(found)
+        gaps = {kind: await gap(other, files.spec, options) for kind, other in beside.items()}
     show(results, limit, options)
+    for kind, told in gaps.items():
+        print(f"{kind}: {told}")
     if len(results) == 1:
         print("no peer: give --transformers, --vllm or --llama for a ratio")
 
@@ -173,6 +220,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="what model.path takes")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--numerics", default="exact", choices=["exact", "fast"])
+    parser.add_argument("--beside", nargs="*", default=[], choices=["exact", "fast", "int8"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)

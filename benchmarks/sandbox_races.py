@@ -40,14 +40,14 @@ def assert_gone(manager: SandboxManager, session: Session) -> None:
     assert session.id not in manager.live, f"{session.id} is known although it is dead"
 
 
-async def together(draw: random.Random, *work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """All at once, each after a short random delay; results and errors of boxes in their order."""
+async def together(draw: random.Random, *work: Coroutine[Any, Any, Any], spread_s: float = 0.003) -> list[Any]:
+    """All at once, each after a random delay of up to ``spread_s``; results and errors of boxes in their order."""
 
     async def later(each: Coroutine[Any, Any, Any], delay_s: float) -> Any:
         await asyncio.sleep(delay_s)
         return await each
 
-    delays = [draw.choice((0.0, 0.0, draw.random() * 0.003)) for _ in work]
+    delays = [draw.choice((0.0, 0.0, draw.random() * spread_s)) for _ in work]
     ends = await asyncio.gather(*map(later, work, delays), return_exceptions=True)
     for end in ends:
         if isinstance(end, BaseException) and not isinstance(end, SandboxError):
@@ -88,7 +88,7 @@ async def pause_and_exec(manager: SandboxManager, draw: random.Random) -> str:
 
 async def fork_and_kill(manager: SandboxManager, draw: random.Random) -> str:
     session = await manager.create(SandboxSpec())
-    forked, _ = await together(draw, manager.fork(session.id, 3), manager.kill(session.id))
+    forked, _ = await together(draw, manager.fork(session.id, 3), manager.kill(session.id), spread_s=0.03)
     assert_gone(manager, session)
     if isinstance(forked, SandboxError):
         assert isinstance(forked, SandboxGone), forked
@@ -99,6 +99,85 @@ async def fork_and_kill(manager: SandboxManager, draw: random.Random) -> str:
         await manager.kill(child.id)
         assert_gone(manager, child)
     return "forked first"
+
+
+async def interpreter(manager: SandboxManager) -> tuple[Session, Any]:
+    """A box with an interpreter that knows something and waits for input."""
+    session = await manager.create(SandboxSpec())
+    process = await session.commands.start(["python3", "-i", "-q"])
+    await process.send_stdin(b"state = 'kept'; print('ready')\n")
+    await heard(process, "ready")
+    return session, process
+
+
+async def heard(process: Any, word: str) -> None:
+    said = b""
+    async for piece in process.output(from_start=True):
+        said += piece.data if piece.stream == "stdout" else b""
+        if word.encode() in said.splitlines():
+            return
+    raise AssertionError(f"the interpreter ended and had not said {word}: {said!r}")
+
+
+async def goes_on(process: Any, draw: random.Random) -> None:
+    word = f"{draw.getrandbits(40):x}"
+    await process.send_stdin(f"print(state and {word!r})\n".encode())
+    await heard(process, word)
+
+
+async def whole_copies(manager: SandboxManager, forked: Any, draw: random.Random) -> int:
+    """Each child answers, its copy goes on with what it knew, and it ends."""
+    children = [child.session for child in forked if child.session is not None]
+    for child in children:
+        await answers(child)
+        await goes_on(child.commands.carried, draw)
+        await manager.kill(child.id)
+        assert_gone(manager, child)
+    return len(children)
+
+
+async def live_fork_and_kill(manager: SandboxManager, draw: random.Random) -> str:
+    session, _ = await interpreter(manager)
+    forked, _ = await together(
+        draw, manager.fork(session.id, 2, live=True), manager.kill(session.id), spread_s=0.05
+    )
+    assert_gone(manager, session)
+    if isinstance(forked, SandboxError):
+        assert isinstance(forked, SandboxGone), forked
+        return "killed first"
+    return f"{await whole_copies(manager, forked, draw)} copies"
+
+
+async def live_fork_and_pause(manager: SandboxManager, draw: random.Random) -> str:
+    session, process = await interpreter(manager)
+    forked, paused, resumed = await together(
+        draw, manager.fork(session.id, 2, live=True), manager.pause(session.id), manager.resume(session.id),
+        spread_s=0.03,
+    )
+    assert not isinstance(paused, SandboxError) and not isinstance(resumed, SandboxError), (paused, resumed)
+    assert not isinstance(forked, SandboxError), forked
+    assert await whole_copies(manager, forked, draw) == 2
+    rests = session.state
+    assert rests in (SandboxState.RUNNING, SandboxState.PAUSED) and manager.get(session.id).state is rests
+    await manager.resume(session.id)
+    await goes_on(process, draw)
+    await manager.kill(session.id)
+    assert_gone(manager, session)
+    return f"left {rests.value}"
+
+
+async def live_fork_and_live_fork(manager: SandboxManager, draw: random.Random) -> str:
+    """Two forks of one box at once, while input comes: it is in all copies that were made after it, or in none."""
+    session, process = await interpreter(manager)
+    first, second, _ = await together(
+        draw, manager.fork(session.id, 2, live=True), manager.fork(session.id, 1, live=True), goes_on(process, draw)
+    )
+    assert not isinstance(first, SandboxError) and not isinstance(second, SandboxError), (first, second)
+    assert await whole_copies(manager, first, draw) + await whole_copies(manager, second, draw) == 3
+    await goes_on(process, draw)
+    await manager.kill(session.id)
+    assert_gone(manager, session)
+    return "both"
 
 
 async def snapshot_after_create(manager: SandboxManager, draw: random.Random) -> str:
@@ -130,6 +209,9 @@ RACES: dict[str, tuple[Race, frozenset[Ability]]] = {
     "resume and delete": (resume_and_delete, frozenset({Ability.PAUSE})),
     "pause and exec": (pause_and_exec, frozenset({Ability.PAUSE})),
     "fork and kill": (fork_and_kill, frozenset({Ability.SNAPSHOT})),
+    "live fork and kill": (live_fork_and_kill, frozenset({Ability.LIVE_FORK, Ability.PROCESSES})),
+    "live fork and pause": (live_fork_and_pause, frozenset({Ability.LIVE_FORK, Ability.PROCESSES, Ability.PAUSE})),
+    "live fork twice": (live_fork_and_live_fork, frozenset({Ability.LIVE_FORK, Ability.PROCESSES})),
     "snapshot after create": (snapshot_after_create, frozenset({Ability.SNAPSHOT, Ability.PAUSE})),
 }
 

@@ -157,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default="", help="an interpreter that has trl")
     parser.add_argument("--steps", type=int, default=50, help="of the curves")
+    parser.add_argument("--timed", type=int, default=5, help="steps that are timed, behind one that warms up")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the speed")
     parser.add_argument("--rounds", type=int, default=1, help="of the speed")
     parser.add_argument("--only", default="", choices=("", "curves", "speed"))
@@ -168,7 +169,7 @@ def main() -> None:
     if asked.only != "speed":
         print(table(curves(peer, tokenizer, asked.steps)), "\n", flush=True)
     if asked.only != "curves":
-        print(table(speed(peer, tokenizer, asked.dtype, 5, asked.rounds)), flush=True)
+        print(table(speed(peer, tokenizer, asked.dtype, asked.timed, asked.rounds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ Owns: nothing but their layout. A test compares the pages in the tree with what 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
+from tandem.algorithms.spec import BUILTIN, AlgorithmSpec, Default, algorithms
 from tandem.config.export import reference, schema
 from tandem.core.registry import KINDS
 
@@ -25,6 +27,7 @@ def pages() -> dict[str, str]:
         "modules.md": f"# Modules\n\n{MADE}{_modules()}",
         "events.md": f"# Events\n\n{MADE}{_classes('core/events.py', 'Event')}",
         "errors.md": f"# Errors\n\n{MADE}{_classes('core/errors.py', 'Error')}",
+        "algorithms.md": f"# Algorithms\n\n{MADE}{_algorithms()}",
         "plugins.md": f"# Plug-in kinds\n\n{MADE}{_plugins()}",
     }
 
@@ -59,6 +62,37 @@ def _classes(place: str, what: str) -> str:
             carries = f" Fields: {', '.join(f'`{name}`' for name in fields)}." if fields else ""
             lines.append(f"- **{node.name}**{under}: {f'{said}{carries}'.strip()}".rstrip(": "))
     return "\n".join(lines) + "\n"
+
+
+def _algorithms() -> str:
+    parts = [
+        "A method is a record in `tandem/algorithms/catalog`; `[algorithm]` sets its knobs. *Values* are what a record "
+        "sets of its own. *Defaults* say where each knob's value is from, and where it is not the paper's, why. "
+        "`passes` and `minibatches` are 1 everywhere: how many updates a rollout is good for is no part of a method, "
+        "and with one the ratio is exactly 1. The learning rate and the rest of the optimizer are the recipe's.\n"
+    ]
+    for name in sorted(BUILTIN):
+        spec = algorithms().resolve(name)
+        assert isinstance(spec, AlgorithmSpec)
+        told = ("name", "summary", "source", "formula", "defaults")
+        differs = {
+            each.name: getattr(spec, each.name)
+            for each in dataclasses.fields(spec)
+            if each.name not in told and getattr(spec, each.name) != each.default
+        }
+        values = ", ".join(f"`{key}` {value}" for key, value in differs.items() if value is not None)
+        parts.append(
+            f"## {name}\n\n{spec.summary}.\n\nSource: {spec.source}.\n\nLoss: `{spec.formula}`\n\nValues: {values}.\n"
+        )
+        if spec.defaults:
+            parts.append("Defaults:\n\n" + "\n".join(_default(spec, each) for each in spec.defaults) + "\n")
+    return "\n".join(parts)
+
+
+def _default(spec: AlgorithmSpec, default: Default) -> str:
+    value = f"- `{default.knob}` {getattr(spec, default.knob)}"
+    return f"{value}, the paper: {default.paper} ({default.where}). {default.why[:1].upper()}{default.why[1:]}." if (
+        default.paper) else f"{value}: {default.where}."  # fmt: skip
 
 
 def _plugins() -> str:

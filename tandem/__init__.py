@@ -4,7 +4,8 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"Sandbox": "tandem.sandbox.face"}  # loaded when asked for: importing tandem costs nothing
+# Loaded when asked for: importing tandem costs nothing.
+_PUBLIC = {"Sandbox": "tandem.sandbox.face", "Trainer": "tandem.app.own_loop"}
 
 
 def __getattr__(name: str) -> object:

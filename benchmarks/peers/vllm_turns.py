@@ -41,7 +41,11 @@ def main() -> None:
         return time.perf_counter() - started
 
     generate([question["warm"]] * 4)
-    print(json.dumps([group(question["group"]), episodes(question["prompts"], question["observed"])]))
+    parts = {
+        "group": lambda: group(question["group"]),
+        "episodes": lambda: episodes(question["prompts"], question["observed"]),
+    }
+    print(json.dumps([parts[part]() for part in question["parts"]]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ def token_share(spec: AlgorithmSpec, *, sequence_tokens: int, num_loss_tokens: i
             return 1.0 / num_loss_tokens
         case Aggregate.SEQUENCE_MEAN:
             return 1.0 / (sequence_tokens * num_sequences)
+        case Aggregate.SEQUENCE_SUM:
+            return 1.0 / num_sequences
         case Aggregate.CONSTANT_LENGTH:
             return 1.0 / (spec.length_cap * num_sequences)
         case Aggregate.PAIR_MEAN:

@@ -52,17 +52,21 @@ def stamp(spec: AlgorithmSpec, group: Group, trajectories: Sequence[Trajectory])
         advantage = by_episode[trajectory.episode_id]
         if advantage is None:
             continue
-        learns = _learns(trajectory)
-        samples.append(
-            Sample(
-                trajectory=trajectory,
-                advantages=pack_floats(learns * np.float32(advantage)),
-                rl_weights=pack_floats(learns),
-                ce_weights=floats([0.0]) * len(learns),
-                reward=shaped[trajectory.episode_id],
-            )
-        )
+        samples.append(credited(trajectory, advantage, reward=shaped[trajectory.episode_id]))
     return samples
+
+
+def credited(trajectory: Trajectory, advantage: float | Sequence[float], *, reward: float | None = None) -> Sample:
+    """A trajectory whose sampled tokens learn from one advantage, or from one each (as long as the trajectory; those
+    of other tokens are not read)."""
+    learns = _learns(trajectory)
+    return Sample(
+        trajectory=trajectory,
+        advantages=pack_floats(learns * np.asarray(advantage, dtype=np.float32)),
+        rl_weights=pack_floats(learns),
+        ce_weights=floats([0.0]) * len(learns),
+        reward=reward,
+    )
 
 
 def _shaped(spec: AlgorithmSpec, group: Group, trajectories: Sequence[Trajectory]) -> list[float | None]:
@@ -184,6 +188,6 @@ def has_gradient(spec: AlgorithmSpec, sample: Sample) -> bool:
     if np.frombuffer(sample.ce_weights, dtype=np.float32).any():
         return True
     rl = np.frombuffer(sample.rl_weights, dtype=np.float32)
-    if spec.kl_weight > 0 or spec.entropy_weight > 0 or spec.data is Data.PREFERENCES:
+    if spec.flat_learns or spec.kl_weight > 0 or spec.entropy_weight > 0 or spec.data is Data.PREFERENCES:
         return bool(rl.any())
     return bool((rl * np.frombuffer(sample.advantages, dtype=np.float32)).any())

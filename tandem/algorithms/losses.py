@@ -7,12 +7,14 @@ gradient; finite inputs give a finite loss and gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.algorithms.spec import AlgorithmSpec, Importance, Ratio
+from tandem.core.errors import ConfigError
 
 # exp() of a log-ratio stops growing here (e^20 = 4.9e8, far outside any clip range), so that a token both
 # policies disagree about completely cannot make the loss of the whole step infinite.
@@ -51,6 +53,37 @@ class TokenLosses:
     ratio_N: Tensor
     clipped_N: Tensor  # bool: the clip holds the token's gradient back
     pairs: PairFacts | None = None
+
+
+OwnLoss = Callable[[LossTokens], Tensor | TokenLosses]
+
+
+def own_losses(function: OwnLoss, tokens: LossTokens) -> TokenLosses:
+    """What a function of the user's own makes of loss tokens. It gives one loss a token (N), which is weighed here by
+    the token's share of the step, so that its gradient depends on no micro-batching; or ``TokenLosses``, where it
+    answers for that itself.
+
+    Raises:
+        ConfigError: it gave something else, or numbers that hang on no weight.
+    """
+    made = function(tokens)
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(made, Tensor):
+        if made.shape != tokens.logprobs_N.shape:
+            raise ConfigError(
+                f"loss {name} gave a tensor of shape {tuple(made.shape)} for {len(tokens.logprobs_N)} tokens",
+                hint="give one loss a token and no mean or sum: each is weighed by its share of the whole step",
+            )
+        loss = ((tokens.rl_shares_N + tokens.ce_shares_N) * made.float()).sum()
+        log_ratio_N = tokens.logprobs_N.detach().float() - tokens.sampled_N.float()
+        ratio_N = log_ratio_N.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
+        made = TokenLosses(loss=loss, ratio_N=ratio_N, clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool))
+    if not isinstance(made, TokenLosses):
+        raise ConfigError(f"loss {name} gave {type(made).__name__}", hint="a tensor with one loss a token")
+    if not made.loss.requires_grad:
+        raise ConfigError(f"loss {name} does not depend on logprobs_N: nothing would be learned",
+                          hint="compute with tokens.logprobs_N itself, without detach() or item()")  # fmt: skip
+    return made
 
 
 def ratios(kind: Ratio, logprobs_N: Tensor, sampled_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
@@ -160,3 +193,20 @@ def token_losses(spec: AlgorithmSpec, tokens: LossTokens) -> TokenLosses:
         policy_N = policy_N - spec.entropy_weight * tokens.entropy_N
     loss = (tokens.rl_shares_N * policy_N).sum() - (tokens.ce_shares_N * logprobs_N).sum()
     return TokenLosses(loss=loss, ratio_N=ratio_N.detach(), clipped_N=clipped_N)
+
+
+def imbalance(chances_NX: Tensor, chosen_NK: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """How unevenly one layer's experts are used, summed over the sequences; 1 each where all are used alike.
+
+    For a sequence: X sum_x f_x P_x, where f_x is the share of its tokens' choices that fell on expert x and P_x the
+    mean of the router's probability for it (Fedus et al. 2021, arXiv:2101.03961, equation 4; for each sequence by
+    itself as in DeepSeek-V3, arXiv:2412.19437, equations 17 to 20: nothing depends on what else is in the batch).
+    Only P has a gradient. A sequence without tokens adds 0.
+    """
+    num_experts, per_token = chances_NX.shape[1], chosen_NK.shape[1]
+    counts_B = torch.bincount(sequence_N, minlength=num_sequences).clamp(min=1)[:, None]
+    chosen_NX = torch.zeros_like(chances_NX).scatter_(1, chosen_NK, 1.0 / per_token)
+    empty_BX = chances_NX.new_zeros(num_sequences, num_experts)
+    shares_BX = empty_BX.index_add(0, sequence_N, chosen_NX) / counts_B
+    means_BX = empty_BX.index_add(0, sequence_N, chances_NX) / counts_B
+    return num_experts * (shares_BX * means_BX).sum()

@@ -30,6 +30,7 @@ class Aggregate(StrEnum):
 
     TOKEN_MEAN = "token_mean"  # 1 / loss tokens of the step
     SEQUENCE_MEAN = "sequence_mean"  # 1 / (sequences of the step x loss tokens of this sequence)
+    SEQUENCE_SUM = "sequence_sum"  # 1 / sequences of the step: an answer is one action
     CONSTANT_LENGTH = "constant_length"  # 1 / (sequences of the step x length cap)
     PAIR_MEAN = "pair_mean"  # 2 / sequences of the step: each pair counts once
 
@@ -51,15 +52,29 @@ class Importance(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """Where the value of a knob is from. ``paper`` is what the paper has where the record has another value on purpose,
+    and ``why`` the purpose."""
+
+    knob: str
+    where: str
+    paper: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
     """One method. ``credit`` maps the rewards of a group to advantages (None: supervised, no rewards);
-    both ``credit`` and ``loss`` are ``module:attribute`` names. ``source`` is the paper it follows."""
+    both ``credit`` and ``loss`` are ``module:attribute`` names. ``source`` is the paper it follows, ``formula`` the
+    loss in its notation, ``defaults`` where the values of its knobs are from."""
 
     name: str
     summary: str
     credit: str | None
     aggregate: Aggregate
     source: str = ""
+    formula: str = ""
+    defaults: tuple[Default, ...] = ()
     data: Data = Data.EPISODES
     loss: str = "tandem.algorithms.losses:token_losses"
     ratio: Ratio = Ratio.TOKEN
@@ -71,6 +86,7 @@ class AlgorithmSpec:
     kl_reward_weight: float = 0.0  # of the KL to the reference, taken from the reward
     kl_estimator: str = "k3"  # of the KL in the loss
     entropy_weight: float = 0.0  # of the entropy bonus
+    flat_learns: bool = False  # an advantage of 0 does not mean a gradient of 0
     drop_flat: bool = False  # a group whose advantages are all 0 does not count in the normaliser
     whiten: bool = False  # advantages of the step's tokens are brought to mean 0 and deviation 1
     critic: bool = False  # advantages come from values (GAE), and a value model is trained beside

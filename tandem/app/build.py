@@ -17,20 +17,21 @@ from pathlib import Path
 
 import torch
 
+from tandem.app.foreign import vllm_program
 from tandem.app.gateway import AgentGateway
 from tandem.app.preflight import ModelFiles, Ready, pick_device
 from tandem.config.tree import Recipe
-from tandem.core.errors import ConfigError, RecordError, writing
+from tandem.core.errors import RecordError, writing
 from tandem.core.events import EvaluationFinished
 from tandem.core.protocols import EventSink, TokenEngine
 from tandem.core.types import WeightVersion
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
-from tandem.engine.memory import keep_freed_memory
-from tandem.engine.process.client import ProcessEngine, Program, ending_with
+from tandem.engine.memory import keep_freed_memory, return_freed_memory
+from tandem.engine.process.client import ProcessEngine, ending_with
+from tandem.engine.process.program import Program
 from tandem.engine.weights import PublishedWeights
-from tandem.kernels.self_check import proven
-from tandem.models.builtin import resolve_model
+from tandem.kernels.self_check import prove_whole
 from tandem.models.causal_lm import CausalLM
 from tandem.models.loader import load_model, read_spec
 from tandem.models.lora import (
@@ -42,8 +43,10 @@ from tandem.models.lora import (
     read_adapter_spec,
     save_adapters,
 )
+from tandem.models.proof import proven
 from tandem.models.saver import save_model
 from tandem.rollout.driver import RolloutDriver
+from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.trainer.evaluate import summarise
 
@@ -92,7 +95,8 @@ def prepare_process(recipe: Recipe) -> None:
 def load_for_training(recipe: Recipe, path: Path) -> CausalLM:
     """The weights that the recipe starts from, with the adapters it asks for."""
     dtype, device = DTYPES[recipe.model.dtype], pick_device(recipe.model.device)
-    model = load_model(path, dtype=dtype, device=device, numerics=proven(recipe.engine.numerics, dtype, device))
+    numerics = proven(recipe.engine.numerics, dtype, device, read_spec(path))
+    model = load_model(path, dtype=dtype, device=device, numerics=numerics)
     return with_adapters(model, recipe)
 
 
@@ -102,6 +106,28 @@ def with_adapters(model: CausalLM, recipe: Recipe) -> CausalLM:
         return load_adapters(model, Path(recipe.lora.path))
     spec = lora_of(recipe)
     return model if spec is None else add_adapters(model, spec, seed=recipe.trainer.seed)
+
+
+def quantise(model: CausalLM, *, is_alone: bool) -> None:
+    """Serve a model in whole numbers of 8 bits.
+
+    Raises:
+        ModelError: it cannot be. EngineError: a row's bits depend on its batch here.
+    """
+    model.quantise(is_alone=is_alone)
+    prove_whole(model.ops)
+    if is_alone:
+        return_freed_memory()
+
+
+def is_apart(recipe: Recipe) -> bool:
+    """Whether the engine has a process of its own."""
+    return recipe.engine.process or recipe.engine.name != "tandem"
+
+
+def samples_exactly(recipe: Recipe, model: CausalLM) -> bool:
+    """Whether the log-probabilities of sampler and trainer are meant to be the same bits."""
+    return recipe.engine.name == "tandem" and recipe.engine.quantize == "none" and model.ops.numerics == "exact"
 
 
 def lora_of(recipe: Recipe) -> LoraSpec | None:
@@ -140,12 +166,18 @@ class LiveModel:
 
 
 @asynccontextmanager
-async def engine_of(recipe: Recipe, files: ModelFiles) -> AsyncIterator[LiveModel]:
-    """Load the model that the checks found, and serve its live weights; taken down in the opposite order."""
+async def engine_of(recipe: Recipe, files: ModelFiles, *, is_alone: bool = False) -> AsyncIterator[LiveModel]:
+    """Load the model that the checks found, and serve its live weights; taken down in the opposite order.
+    ``is_alone``: nobody but the engine reads them, so they are kept in its own layout only."""
     prepare_process(recipe)
     compute = ComputeQueue()
     try:
         model = load_for_training(recipe, files.path)
+        if not is_apart(recipe):
+            if recipe.engine.quantize == "int8":
+                quantise(model, is_alone=is_alone)
+            elif is_alone:
+                model.hold_packed()
         weights = PublishedWeights(model)
         async with _engine_on(recipe, files, weights, compute) as engine:
             yield LiveModel(weights=weights, compute=compute, engine=engine)
@@ -157,8 +189,9 @@ async def engine_of(recipe: Recipe, files: ModelFiles) -> AsyncIterator[LiveMode
 async def _engine_on(
     recipe: Recipe, files: ModelFiles, weights: PublishedWeights, compute: ComputeQueue
 ) -> AsyncIterator[TokenEngine]:
-    if recipe.engine.process:
-        program = _program(recipe, files, numerics=weights.model.ops.numerics)
+    if is_apart(recipe):
+        make = _program if recipe.engine.name == "tandem" else vllm_program
+        program = make(recipe, files, numerics=weights.model.ops.numerics)
         apart = await ProcessEngine.started(program, weights, compute)
         try:
             async with ending_with(apart):
@@ -192,6 +225,8 @@ def _program(recipe: Recipe, files: ModelFiles, *, numerics: str) -> Program:
         command=(sys.executable, "-m", "tandem.app.engine_process"),
         settings=json.dumps(settings),
         transport=recipe.engine.transport,
+        # Adapters read the weights they change, and whole numbers are made of those that come.
+        takes_packed=not recipe.lora.rank and not recipe.lora.path and recipe.engine.quantize == "none",
     )
 
 
@@ -199,7 +234,7 @@ def _program(recipe: Recipe, files: ModelFiles, *, numerics: str) -> Program:
 async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterator[Parts]:
     """Build everything that episodes need, and take it down again in the opposite order whatever happens."""
     async with engine_of(recipe, ready.model) as live:
-        boxes = SandboxManager(recipe.sandbox, sink)
+        boxes = SandboxManager(recipe.sandbox, sink, templates=ImageLibrary())
         gateway = AgentGateway(
             live.engine, ready.model.renderer, max_context_tokens=ready.model.max_context_tokens
         )
@@ -229,28 +264,6 @@ async def parts_of(recipe: Recipe, ready: Ready, sink: EventSink) -> AsyncIterat
         finally:
             await gateway.close()
             await boxes.close()
-
-
-def teacher_of(recipe: Recipe, files: ModelFiles) -> CausalLM:
-    """The frozen model that a student learns from.
-
-    Raises:
-        ConfigError: its vocabulary is not the student's.
-    """
-    path = resolve_model(recipe.algorithm.teacher)
-    spec = read_spec(path)
-    if spec.vocab_size != files.spec.vocab_size:
-        raise ConfigError(
-            f"algorithm.teacher has a vocabulary of {spec.vocab_size} tokens, the model one of {files.spec.vocab_size}",
-            hint="token by token comparison needs one tokenizer: choose models of one family",
-        )
-    teacher = load_model(
-        path,
-        dtype=DTYPES[recipe.model.dtype],
-        device=pick_device(recipe.model.device),
-        numerics=recipe.engine.numerics,
-    )
-    return teacher.requires_grad_(False)
 
 
 def label_of(recipe: Recipe) -> str:

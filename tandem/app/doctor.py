@@ -31,15 +31,20 @@ def _compute() -> list[Feature]:
 
     from tandem.kernels.impl.cpu import native
 
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: models run on the CPU"
+    found = torch.cuda.is_available()
+    device = (
+        f"{torch.cuda.get_device_name(0)}: weights, training, sampling, KV cache; untested and not tuned, "
+        "benchmarks/accelerator.py tells what holds"
+        if found else "none: models run on the CPU"
+    )  # fmt: skip
     compiler = shutil.which("gcc") or shutil.which("clang") or ""
     return [
         Feature(feature="torch", ok=True, detail=torch.__version__),
-        Feature(feature="accelerator", ok=torch.cuda.is_available() or None, detail=device),
+        Feature(feature="accelerator", ok=found or None, detail=device),
         Feature(
             feature="CPU kernels",
             ok=native.available() or None,
-            detail=f"built with {compiler}" if native.available() else "not built: the slow PyTorch reference is used",
+            detail=f"built with {compiler}" if native.available() else "not built: PyTorch's own are used, slowly",
             remedy="install gcc",
         ),
     ]

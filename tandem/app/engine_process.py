@@ -7,30 +7,25 @@ ends with the process that started it, however that ends.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from tandem.app.build import DTYPES, prepare_process, with_adapters
+from tandem.app.build import DTYPES, prepare_process, quantise, with_adapters
 from tandem.config.load import from_mapping
 from tandem.core.protocols import TokenGuide
-from tandem.core.types import Completion, EngineStats, GenerateRequest, WeightVersion
+from tandem.core.types import Completion, EngineStats, GenerateRequest, Sampled, WeightVersion
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
-from tandem.engine.process.host import host
+from tandem.engine.process.host import end_with_parent, host
 from tandem.engine.process.messages import Start
 from tandem.engine.weights import PublishedWeights
 from tandem.kernels.ops import Ops
 from tandem.models.causal_lm import CausalLM
 from tandem.models.loader import read_spec
-
-_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class SharedEngine:
@@ -43,10 +38,21 @@ class SharedEngine:
         self,
         request: GenerateRequest,
         *,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: Callable[[Sampled], None] | None = None,
         guide: TokenGuide | None = None,
     ) -> Completion:
         return await self._engine.generate(request, on_tokens=on_tokens, guide=guide)
+
+    async def fork(
+        self,
+        request_id: str,
+        forks: Mapping[str, int],
+        *,
+        at: int | None = None,
+        on_tokens: Callable[[str, Sampled], None] | None = None,
+        guides: Mapping[str, TokenGuide] | None = None,
+    ) -> list[Completion]:
+        return await self._engine.fork(request_id, forks, at=at, on_tokens=on_tokens, guides=guides)
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -56,7 +62,7 @@ class SharedEngine:
 
     async def adopt(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
         await self._compute.run("infer", lambda: self._weights.point_to(tensors, version))
-        await self._engine.load(WeightVersion(number=version.number, step=version.step))
+        await self._engine.load(WeightVersion(number=version.number, step=version.step, digest=version.digest))
 
     async def sleep(self) -> None:
         await self._engine.sleep()
@@ -79,6 +85,8 @@ async def _make(start: Start) -> SharedEngine:
     spec = read_spec(Path(settings["path"]))
     model = CausalLM(spec, Ops(settings["numerics"], "cpu"), dtype=DTYPES[recipe.model.dtype])
     model = with_adapters(model, recipe)
+    if recipe.engine.quantize == "int8":
+        quantise(model, is_alone=False)
     weights, compute = PublishedWeights(model), ComputeQueue()
     engine = InferEngine(
         model, weights, recipe.engine, compute,
@@ -89,11 +97,8 @@ async def _make(start: Start) -> SharedEngine:
 
 def main() -> None:
     """Serve the socket whose number is the last word of the command."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it could be asked for
-        return
-    asyncio.run(host(int(sys.argv[-1]), _make))
+    if end_with_parent():
+        asyncio.run(host(int(sys.argv[-1]), _make))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class AgentGateway:
         self,
         episode_id: str,
         *,
+        group: str,
         params: SamplingParams,
         seed: int,
         limits: Limits,
@@ -55,7 +56,11 @@ class AgentGateway:
         address = await self._listening()
         name = secrets.token_urlsafe(16)  # the name is the key: nobody guesses another episode's
         terms = Terms(
-            params=params, seed=seed, max_turns=limits.max_turns, max_context_tokens=limits.max_context_tokens
+            params=params,
+            seed=seed,
+            group=group,
+            max_turns=limits.max_turns,
+            max_context_tokens=limits.max_context_tokens,
         )
         session = self._sessions.open(name, terms, on_turn=on_turn)
         try:

@@ -27,7 +27,7 @@ from tandem.engine.train.checkpoint import CheckpointStore
 from tandem.engine.train.score import Scorer, frozen_copy
 from tandem.engine.train.value import RewardModelEngine, ValueModel
 from tandem.engine.weights import PublishedWeights
-from tandem.envs.dataset import Loaded, load_dataset, try_first_row
+from tandem.envs.dataset import Loaded, Source, find_source, load_dataset, try_first_row
 from tandem.models.lora import merged_copy
 from tandem.models.saver import save_scoring_model
 from tandem.trainer.supervised import SupervisedRun, Unit
@@ -39,6 +39,7 @@ class OfflineReady:
 
     algorithm: AlgorithmSpec
     model: ModelFiles
+    source: Source
     loaded: Loaded
     held_out: Loaded | None
 
@@ -62,24 +63,32 @@ def prepare_offline(recipe: Recipe) -> OfflineReady:
     if not recipe.data.path:
         raise ConfigError(
             f"{algorithm.name} learns from data, but data.path is empty",
-            hint="set data.path to a .jsonl, .json, .csv, .parquet or .arrow file, or a folder of such",
+            hint="set data.path to a .jsonl, .json, .csv, .parquet or .arrow file, a folder of such, or one on the hub",
         )
     pairs = algorithm.data is Data.PREFERENCES
     if algorithm.loss.endswith(":bradley_terry") and count_ranks(recipe) > 1:
         raise ConfigError("reward models train on one device", hint="set trainer.devices = 1")
-    if recipe.data.eval_path and pairs:
+    if recipe.reward_model.path:
+        raise ConfigError(f"reward_model.path is set, but {algorithm.name} learns from data, not from rewards",
+                          hint="leave it out")  # fmt: skip
+    data = recipe.data
+    has_eval = bool(data.eval_path or data.eval_split)
+    if has_eval and pairs:
         raise ConfigError("data.eval_path measures the loss of demonstrations; pairs have none yet")
-    try_first_row(recipe.data, recipe.data.path)
+    source = find_source(data, data.path, data.split)
+    held_out = find_source(data, data.eval_path or data.path, data.eval_split) if has_eval else None
+    try_first_row(data, source)
     model = prepare_model(recipe)
 
-    def load(path: str) -> Loaded:
-        return load_dataset(recipe.data, path, model.renderer, pairs=pairs, max_tokens=model.max_context_tokens)
+    def load(source: Source) -> Loaded:
+        return load_dataset(data, source, model.renderer, pairs=pairs, max_tokens=model.max_context_tokens)
 
     return OfflineReady(
         algorithm=algorithm,
         model=model,
-        loaded=load(recipe.data.path),
-        held_out=load(recipe.data.eval_path) if recipe.data.eval_path else None,
+        source=source,
+        loaded=load(source),
+        held_out=load(held_out) if held_out else None,
     )
 
 
@@ -88,7 +97,11 @@ async def train_offline(recipe: Recipe, ready: OfflineReady, folder: Path, sink:
     loaded = ready.loaded
     sink.emit(
         DataLoaded(
-            path=recipe.data.path, num_rows=loaded.num_rows, num_kept=len(loaded.streams), dropped=dict(loaded.dropped)
+            path=recipe.data.path,
+            files=[str(file) for file in ready.source.files()],
+            num_rows=loaded.num_rows,
+            num_kept=len(loaded.streams),
+            dropped=dict(loaded.dropped),
         )
     )
     prepare_process(recipe)

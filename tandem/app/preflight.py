@@ -21,6 +21,7 @@ from tandem.models.builtin import resolve_model
 from tandem.models.loader import read_spec
 from tandem.models.spec import ModelSpec
 from tandem.record.sinks.nowhere import NowhereSink
+from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.text.render import Renderer
 from tandem.text.tokenizer import load_tokenizer
@@ -52,6 +53,7 @@ def prepare(recipe: Recipe, *, model_path: Path | None = None) -> Ready:
         ConfigError, PluginError, ModelError, SandboxUnavailable: what is wrong, where, and the nearest valid value.
     """
     resolve(recipe.algorithm)
+    spec_of(recipe.sandbox)
     environment = load_environment(recipe.environment)
     check_environment(environment)
     if recipe.warmup.steps and environment.demonstrate is None:
@@ -60,6 +62,7 @@ def prepare(recipe: Recipe, *, model_path: Path | None = None) -> Ready:
             hint="set warmup.steps = 0, or give the environment demonstrate=...",
         )
     model = prepare_model(recipe, model_path=model_path)
+    _check_beside(recipe, model.spec)
     _check_prompt(environment, model)
     asyncio.run(_check_boxes(recipe, environment))
     return Ready(environment=environment, model=model)
@@ -75,6 +78,7 @@ def prepare_model(recipe: Recipe, *, model_path: Path | None = None) -> ModelFil
     pick_device(recipe.model.device)
     folder = model_path or resolve_model(recipe.model.path)
     spec = read_spec(folder)
+    _check_quantised(recipe, spec)
     max_context_tokens = min(recipe.model.max_context_tokens, spec.max_positions)
     infer = recipe.engine.infer
     if infer.kv_tokens // infer.block_size * infer.block_size < max_context_tokens:
@@ -86,9 +90,29 @@ def prepare_model(recipe: Recipe, *, model_path: Path | None = None) -> ModelFil
     return ModelFiles(
         path=folder,
         spec=spec,
-        renderer=Renderer(load_tokenizer(folder), recipe.model.tool_format),
+        renderer=Renderer(load_tokenizer(folder), recipe.model.tool_format, recipe.model.reasoning),
         max_context_tokens=max_context_tokens,
     )
+
+
+def _check_quantised(recipe: Recipe, spec: ModelSpec) -> None:
+    """Raises:
+        ConfigError: ``engine.quantize`` on what cannot be served in 8 bits (the machine itself is asked at the load).
+    """
+    if recipe.engine.quantize == "none":
+        return
+    for fails, why, remedy in (
+        (recipe.model.dtype != "bfloat16", f"model.dtype = {recipe.model.dtype}", 'model.dtype = "bfloat16"'),
+        (bool(recipe.lora.rank or recipe.lora.path), "adapters", "lora.rank = 0 and no lora.path"),
+        (spec.experts is not None, "a model of experts", "a dense model"),
+        (recipe.engine.numerics != "exact", "other numerics than exact", 'engine.numerics = "exact"'),
+        (pick_device(recipe.model.device).type != "cpu", "another device than the CPU", 'model.device = "cpu"'),
+    ):
+        if fails:
+            raise ConfigError(
+                f"engine.quantize is {recipe.engine.quantize}, which does not go with {why}",
+                hint=f'{remedy}, or engine.quantize = "none"',
+            )
 
 
 def pick_device(name: str) -> torch.device:
@@ -115,8 +139,29 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def _check_beside(recipe: Recipe, spec: ModelSpec) -> None:
+    """Models beside the one in training read its tokens.
+
+    Raises:
+        ConfigError: another vocabulary, or a role that the method has no place for. ModelError: no such model.
+    """
+    beside = {"algorithm.teacher": recipe.algorithm.teacher, "reward_model.path": recipe.reward_model.path}
+    if all(beside.values()):
+        raise ConfigError(f"reward_model.path is set, but {recipe.algorithm.name} has no rewards",
+                          hint="leave it out, or choose another algorithm.name")  # fmt: skip
+    for option, path in beside.items():
+        if not path:
+            continue
+        size = read_spec(resolve_model(path), scoring=option == "reward_model.path").vocab_size
+        if size != spec.vocab_size:
+            raise ConfigError(
+                f"{option} has a vocabulary of {size} tokens, the model one of {spec.vocab_size}",
+                hint="they need one tokenizer: choose models of one family",
+            )
+
+
 async def _check_boxes(recipe: Recipe, environment: Environment) -> None:
-    boxes = SandboxManager(recipe.sandbox, NowhereSink())
+    boxes = SandboxManager(recipe.sandbox, NowhereSink(), templates=ImageLibrary())
     spec = spec_of(recipe.sandbox)
     try:
         await boxes.check(replace(spec, template=environment.template or spec.template))

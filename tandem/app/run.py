@@ -26,6 +26,7 @@ from tandem.config.load import from_mapping
 from tandem.config.tree import Recipe
 from tandem.core.errors import ConfigError, RecordError, boundary, writing
 from tandem.core.events import (
+    CheckpointBegun,
     CheckpointSaved,
     EngineReported,
     Envelope,
@@ -47,6 +48,7 @@ from tandem.record.sinks.console import ConsoleSink
 from tandem.record.summary import summarise_run
 
 RECIPE = "recipe.json"
+OWN_LOOP = "Trainer"  # the command of a run whose loop is the user's
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -65,6 +67,8 @@ def train(
         RecordError: the run in ``resume`` has come further than any checkpoint that is left, and not ``anew``.
         TandemError: whatever is wrong with recipe, environment, model or machine, before any model is loaded.
     """
+    if resume:
+        _check_owner(resume)
     if resume and _is_finished(resume):
         print(f"run {resume} is finished")
         return _conclude(resume, FINISHED, "")
@@ -84,7 +88,7 @@ def train(
 
         with _display(recipe, log, resumed=resume is not None):
             begun = bool(read(folder))  # not so when it was killed before its first event
-            evaluated = _resume(log) if begun else _start(log, recipe, origins, command)
+            evaluated = resume_log(log) if begun else begin_log(log, recipe, origins, command)
             code, detail = supervise(
                 lambda: _train(recipe, ready, log, evaluated), last_words, stopping="ending episodes and boxes"
             )
@@ -139,7 +143,8 @@ def _new_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def _start(log: EventLog, recipe: Recipe, origins: Mapping[str, str], command: str) -> frozenset[str]:
+def begin_log(log: EventLog, recipe: Recipe, origins: Mapping[str, str], command: str) -> frozenset[str]:
+    """Write the recipe and the first event of a new run; returns the evaluations that are done: none."""
     saved = json.dumps({"recipe": recipe.model_dump(mode="json"), "origins": dict(origins)}, indent=1)
     path = log.folder / RECIPE
     scratch = path.with_suffix(".new")
@@ -164,6 +169,13 @@ def _is_finished(folder: Path) -> bool:
     return metrics.finished is not None and metrics.finished.reason == REASONS[FINISHED]
 
 
+def _check_owner(folder: Path) -> None:
+    """A loop of the user's own is gone on with by its program: nobody else knows what comes next."""
+    begun = next((each.event for each in read(folder) if isinstance(each.event, RunStarted)), None)
+    if begun is not None and begun.command == OWN_LOOP:
+        raise ConfigError(f"run {folder} is an own loop's", hint="start its program again: Trainer(..., resume=True)")
+
+
 def _check_checkpoints(folder: Path, *, anew: bool) -> None:
     """Training must not begin again because its checkpoints are gone: the user decides that."""
     kept, events = folder / "checkpoints", read(folder)
@@ -182,7 +194,7 @@ def _check_checkpoints(folder: Path, *, anew: bool) -> None:
         )
 
 
-def _resume(log: EventLog) -> frozenset[str]:
+def resume_log(log: EventLog) -> frozenset[str]:
     """Say in the log where the run goes on, and what it cannot use; returns the names of the evaluations that stay."""
     steps = complete_steps(log.folder / "checkpoints")
     step = steps[-1] if steps else 0
@@ -196,11 +208,16 @@ def _resume(log: EventLog) -> frozenset[str]:
 
 
 def _checkpoint(events: list[Envelope], step: int) -> tuple[int, str]:
-    """The last event that the checkpoint of ``step`` holds, and its path."""
+    """The last event that the checkpoint of ``step`` holds, and its path; empty where the run was killed between the
+    rename and its event."""
+    saved = [each for each in events if isinstance(each.event, CheckpointSaved) and each.event.step == step]
+    path = saved[-1].event.path if saved and isinstance(saved[-1].event, CheckpointSaved) else ""
     for each in reversed(events):
-        if isinstance(each.event, CheckpointSaved) and each.event.step == step:
-            return each.sequence, each.event.path
-    # Killed between the rename and its event.
+        if isinstance(each.event, CheckpointBegun) and each.event.step == step:
+            return each.sequence, path
+    if saved:
+        return saved[-1].sequence, path
+    # A log whose end was lost.
     if step == 0:  # all that was before the first training group counts
         groups = (each for each in events if isinstance(each.event, GroupStarted) and each.event.purpose == TRAIN)
         first = next(groups, None)

@@ -79,7 +79,7 @@ async def sandbox_app(
     library = ImageLibrary(options.images)
     backend = backend or make_backend(section, options.state)  # its boxes may outlive a killed server
     manager = SandboxManager(
-        section, NowhereSink(), backend=backend, state=options.state, templates=library.root,
+        section, NowhereSink(), backend=backend, state=options.state, templates=library,
         bound=lambda policy: _bounded(policy, network),
     )
     try:
@@ -99,7 +99,6 @@ async def sandbox_app(
             await boxes.close()
     finally:
         await manager.leave()
-        library.close()
 
 
 def _bounded(policy: NetworkPolicy, section: NetworkSection) -> NetworkPolicy:
@@ -115,14 +114,15 @@ async def _serve(section: SandboxSection, options: ServerOptions) -> None:
     async with sandbox_app(section, options, keys) as app:
         try:
             await serve_forever(app, host=options.host, port=options.port,
-                                on_ready=lambda url: _tell(url, keys[0], options.note))  # fmt: skip
+                                on_ready=lambda url: _tell(url, keys, options))  # fmt: skip
         finally:
             if options.note is not None:
                 with suppress(FileNotFoundError):
                     options.note.unlink()
 
 
-def _tell(url: str, key: str, note: Path | None) -> None:
+def _tell(url: str, keys: tuple[str, ...], options: ServerOptions) -> None:
+    key, note, access = keys[0], options.note, Access(keys, kept_secret(options.state / "secret"))
     if note is not None:
         scratch = note.with_name(f".{note.name}")
         scratch.unlink(missing_ok=True)
@@ -133,6 +133,7 @@ def _tell(url: str, key: str, note: Path | None) -> None:
         f"serving sandboxes at {url} (Ctrl-C ends it); try:\n"
         f"  tandem sandbox start\n"
         f"with E2B's SDK:\n"
-        f"  export E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={key}",
+        f"  export E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={key}\n"
+        f"in the audit log: {', '.join(access.name_of(one) for one in keys)}",
         flush=True,
     )

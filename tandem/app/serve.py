@@ -28,7 +28,7 @@ def serve(
     """
     files = prepare_model(recipe, model_path=model_path)
     code, detail = supervise(
-        lambda: _serve(recipe, files, host, port, keys),
+        lambda: _serve(recipe, files, _name(model_path or Path(recipe.model.path)), host, port, keys),
         lambda: None,
         stopping="answers in hand get two seconds",
         interrupted=FINISHED,  # a server is stopped by a signal: that is its good end
@@ -38,10 +38,9 @@ def serve(
     return code
 
 
-async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int, keys: tuple[str, ...]) -> None:
+async def _serve(recipe: Recipe, files: ModelFiles, name: str, host: str, port: int, keys: tuple[str, ...]) -> None:
     print(f"loading {files.path} ...", file=sys.stderr, flush=True)
-    async with engine_of(recipe, files) as live:
-        name = _name(files.path)
+    async with engine_of(recipe, files, is_alone=True) as live:
         served = Served(
             engine=live.engine,
             renderer=files.renderer,
@@ -53,8 +52,9 @@ async def _serve(recipe: Recipe, files: ModelFiles, host: str, port: int, keys: 
 
 
 def _name(path: Path) -> str:
-    """What clients call the model: its folder's name, or that of the run which exported it."""
-    return path.parent.name if path.name == "model" else path.stem
+    """What clients call the model: as it was asked for, without the folders before it, or the run which exported it."""
+    path = path.expanduser().absolute()
+    return path.parent.name if path.name == "model" else path.name.removesuffix(".gguf")
 
 
 def _tell(url: str, name: str) -> None:

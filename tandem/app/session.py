@@ -14,9 +14,10 @@ from typing import cast
 
 from tandem.algorithms.credit import demonstration
 from tandem.algorithms.spec import resolve
-from tandem.app.build import Parts, export_model, teacher_of
+from tandem.app.build import Parts, export_model, samples_exactly
 from tandem.app.preflight import demonstrations
 from tandem.app.ranks import ranks_of, train_engine
+from tandem.app.roles import critic_of, judge_of, reference_of, score_of
 from tandem.config.sections.algorithm import AlgorithmSection
 from tandem.core.events import EngineReported
 from tandem.core.protocols import EventSink
@@ -24,11 +25,10 @@ from tandem.core.types import Sample, WeightVersion
 from tandem.core.wire import derive_seed
 from tandem.engine.train.checkpoint import CheckpointStore, complete_steps
 from tandem.engine.train.ranks import RankGroup
-from tandem.engine.train.score import Scorer, frozen_copy
-from tandem.engine.train.value import CriticEngine, ValueModel
 from tandem.rollout.assemble import demonstrate
 from tandem.trainer.batcher import Batcher
 from tandem.trainer.loop import Connections, TrainingLoop
+from tandem.trainer.mismatch import GapAlarm
 from tandem.trainer.warmup import warm_up
 
 BEFORE, WARMED, FINAL = "before", "after warm-up", "after reinforcement"
@@ -67,7 +67,7 @@ class TrainingSession:
         self._reported = parts.engine.stats()
         if loop.step < recipe.trainer.steps:
             parts.rollout.start(version, last_step=recipe.trainer.steps)
-            await loop.run(version)
+        await loop.run(version)
         await self._evaluate(FINAL, loop.step)
         return self.export()
 
@@ -87,12 +87,7 @@ class TrainingSession:
         engine = await train_engine(
             recipe, parts.weights, parts.compute, ranks, algorithm=algorithm, total_steps=recipe.trainer.steps
         )
-        reference = None
-        if algorithm.teacher:
-            reference = teacher_of(recipe, parts.ready.model)
-        elif algorithm.needs_reference:
-            reference = frozen_copy(parts.weights.model)
-        critic = self._make_critic(algorithm.critic)
+        reference, critic = reference_of(parts, algorithm), critic_of(parts, algorithm)
         store = CheckpointStore(
             self._checkpoints,
             parts.weights,
@@ -111,8 +106,14 @@ class TrainingSession:
                 on_version=parts.load,
                 evaluate=self._evaluate_step,
                 extra=lambda: {"rollout": parts.rollout.state()},
-                reference=Scorer(reference, parts.compute, recipe.engine.train).score if reference else None,
+                reference=score_of(parts, reference),
                 critic=critic,
+                judge=judge_of(parts),
+                rest=parts.engine.sleep if recipe.engine.train.hand_over else None,
+                alarm=GapAlarm(
+                    recipe.trainer.gap_alarm, is_exact=samples_exactly(recipe, parts.weights.model),
+                    is_corrected=algorithm.needs_old,
+                ),
             ),
             Batcher(algorithm, recipe.engine.train, staleness=recipe.rollout.staleness, sink=self._sink),
             recipe.trainer,
@@ -121,20 +122,6 @@ class TrainingSession:
             give_up_after_s=3 * recipe.rollout.episode_time_s,
         )
         return loop, store
-
-    def _make_critic(self, wanted: bool) -> CriticEngine | None:
-        """A value model that starts from the policy's weights."""
-        if not wanted:
-            return None
-        recipe, parts = self._parts.recipe, self._parts
-        return CriticEngine(
-            ValueModel(frozen_copy(parts.weights.model).requires_grad_(True)),
-            parts.compute,
-            train=recipe.engine.train,
-            optimizer=recipe.optimizer.model_copy(update={"learning_rate": recipe.critic.learning_rate}),
-            clip=recipe.critic.clip or None,
-            total_steps=recipe.trainer.steps,
-        )
 
     @property
     def _checkpoints(self) -> Path:

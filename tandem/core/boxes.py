@@ -42,7 +42,7 @@ class NetworkPolicy:
     private: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
     connections: int = 64  # open at a time
-    total_bytes: int = 4 * 2**30  # in both directions together, while one server holds the box
+    total_bytes: int = 4 * 2**30  # in both directions together, over the box's whole life
 
     @property
     def none(self) -> bool:

@@ -54,6 +54,16 @@ class PromptTooLong(EngineError):
     """The prompt does not fit the context."""
 
 
+class RequestAborted(EngineError):
+    """The engine gave a request up when new weights came; a fresh attempt may work."""
+
+    retryable = True
+
+
+class NotRunning(EngineError):
+    """The request that others were to go on from is not running: it ended, or never was."""
+
+
 class SandboxError(TandemError):
     """A box failed."""
 

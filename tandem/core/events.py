@@ -39,12 +39,14 @@ class RunFinished(Event, frozen=True, kw_only=True):
 
 # ---- data
 class DataLoaded(Event, frozen=True, kw_only=True):
-    """Rows that were read; every one that is not kept is counted under its reason."""
+    """Rows that were read, and the files of the chosen split that they stood in; every one that is not kept is counted
+    under its reason."""
 
     path: str
     num_rows: int
     num_kept: int
     dropped: dict[str, int]
+    files: list[str] = []
 
 
 # ---- episodes
@@ -162,6 +164,16 @@ class SandboxFailed(Event, frozen=True, kw_only=True):
     detail: str
 
 
+class SandboxRefused(Event, frozen=True, kw_only=True):
+    """Something in a box tried to reach ``target`` ('' : this only tells a number) and was refused, ``why``.
+    ``suppressed`` attempts before it, refused or not, were not told one by one."""
+
+    sandbox_id: str
+    target: str
+    why: str
+    suppressed: int
+
+
 class SandboxMoved(Event, frozen=True, kw_only=True):
     """A box came to rest again: ``state`` is ``running`` or ``paused``; ``verb`` is what was done to it."""
 
@@ -209,11 +221,20 @@ class EngineReported(Event, frozen=True, kw_only=True):
     busy_s: float
 
 
+class CheckpointBegun(Event, frozen=True, kw_only=True):
+    """Everything up to this event is in the checkpoint of ``step``, once that is on the disk."""
+
+    step: int
+
+
 class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """It is on the disk. Training waited ``held_s`` for it, and went on for the rest of ``save_s``."""
+
     step: int
     path: str
     digest: str
     save_s: float
+    held_s: float = 0.0
 
 
 class EvaluationFinished(Event, frozen=True, kw_only=True):
@@ -244,8 +265,8 @@ AnyEvent = (
     RunStarted | RunResumed | RunFinished | DataLoaded
     | GroupStarted | EpisodeStarted | TurnFinished | ToolFinished | EpisodeFinished | RewardFinished
     | GroupFinished | GroupDropped | TaskRejected
-    | SandboxCreated | SandboxKilled | SandboxFailed | SandboxMoved
-    | StepFinished | WeightsPublished | EngineReported | CheckpointSaved | EvaluationFinished
+    | SandboxCreated | SandboxKilled | SandboxFailed | SandboxRefused | SandboxMoved
+    | StepFinished | WeightsPublished | EngineReported | CheckpointBegun | CheckpointSaved | EvaluationFinished
     | WaitStalled | WarningRaised
 )  # fmt: skip
 

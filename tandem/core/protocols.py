@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
@@ -13,6 +14,7 @@ from tandem.core.types import (
     EngineStats,
     Floats,
     GenerateRequest,
+    Sampled,
     StepResult,
     Trajectory,
     WeightVersion,
@@ -57,11 +59,11 @@ class TokenEngine(Protocol):
         self,
         request: GenerateRequest,
         *,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: Callable[[Sampled], None] | None = None,
         guide: TokenGuide | None = None,
     ) -> Completion:
         """Run one request to its end. Cancelling the awaiting task aborts the request and frees its blocks.
-        ``on_tokens`` hears each new token id as it is made (for streaming); ``guide`` restricts what is sampled.
+        ``on_tokens`` hears each new token as it is made (for streaming); ``guide`` restricts what is sampled.
 
         Raises:
             PromptTooLong: prompt plus max_tokens does not fit; the message names both numbers.
@@ -69,9 +71,38 @@ class TokenEngine(Protocol):
         """
         ...
 
+    async def fork(
+        self,
+        request_id: str,
+        forks: Mapping[str, int],
+        *,
+        at: int | None = None,
+        on_tokens: Callable[[str, Sampled], None] | None = None,
+        guides: Mapping[str, TokenGuide] | None = None,
+    ) -> list[Completion]:
+        """Let a running request's answer, cut at ``at`` tokens (None: all it has now), go on under each id of
+        ``forks`` with its seed, each to its end; the request itself goes on. Nothing that was computed up to there is
+        computed again: whole blocks are shared, what is in the last one is copied. Token t of a fork draws from (its
+        seed, t), t counted from the start of the answer, so one with the parent's seed becomes the parent's answer.
+        ``on_tokens`` hears a fork's id and its new tokens. Cancelling ends all of them.
+
+        Raises:
+            NotRunning: no such request is running.
+            EngineError: its answer is shorter, or nothing can follow that token.
+        """
+        ...
+
     async def abort(self, request_id: str) -> None:
         """End a request now; its ``generate`` returns what it has with finish reason ``abort``. Unknown ids
         are ignored."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the memory of the KV cache back to the system, until the next request or version.
+
+        Raises:
+            EngineError: requests are in flight, or this engine does not sleep.
+        """
         ...
 
     async def load(self, version: WeightVersion) -> None:
@@ -105,8 +136,9 @@ class TrainEngine(Protocol):
 class WeightStore(Protocol):
     """Checkpoints on disk: atomic, verified, listed."""
 
-    def save(self, step: int, extra: Mapping[str, object]) -> str:
-        """Write weights, optimizer, schedule, random state and ``extra``; return the folder."""
+    def begin(self, step: int, extra: Mapping[str, object]) -> Future[str]:
+        """Take weights, optimizer, schedule, random state and ``extra`` as they are now, and write them while training
+        goes on; the future gives the folder, or raises ``RecordError``. A write before it is waited for."""
         ...
 
     def latest(self) -> int | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
+
+from tandem.core.routes import Routes
 
 Ids = array  # typecode 'i': token ids, versions
 Floats = array  # typecode 'f': log-probabilities, advantages, weights
@@ -33,7 +35,7 @@ def mask(values: Iterable[int] = ()) -> Mask:
     return array("b", values)
 
 
-def same_length(owner: str, **streams: array | None) -> None:
+def same_length(owner: str, **streams: Sized | None) -> None:
     """Raise ``ValueError`` naming the streams unless all given (non-None) streams are equally long."""
     lengths = {name: len(stream) for name, stream in streams.items() if stream is not None}
     if len(set(lengths.values())) > 1:
@@ -52,11 +54,13 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One parsed call. ``arguments`` is the decoded JSON object."""
+    """One parsed call. ``arguments`` is the decoded JSON object; where there is none (a call that was cut, or broken),
+    ``unread`` is the text that stands in its place."""
 
     id: str
     name: str
     arguments: dict[str, object]
+    unread: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +158,14 @@ class Turn:
     model_s: float = 0.0
     tools_s: float = 0.0
     parent: int | None = None
+    routes: Routes | None = None  # of prompt and completion, where a mixture of experts recorded them
 
     def __post_init__(self) -> None:
         same_length(
             "Turn", completion_ids=self.completion_ids, logprobs=self.logprobs, versions=self.versions
         )
+        if self.routes is not None:
+            same_length("Turn", context=self.prompt_ids + self.completion_ids, routes=self.routes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +265,7 @@ class Trajectory:
     versions: Ids
     num_prompt_tokens: int
     temperature: float = 1.0
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         same_length(
@@ -266,6 +274,7 @@ class Trajectory:
             loss_mask=self.loss_mask,
             logprobs=self.logprobs,
             versions=self.versions,
+            routes=self.routes,
         )
 
 
@@ -389,6 +398,18 @@ class Top:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Tokens of an answer as they are made, each with what its ``Completion`` will say of it. The prompt's
+    log-probabilities, where they were asked for, come with the first of them."""
+
+    token_ids: Ids
+    logprobs: Floats
+    tops: tuple[Top, ...] | None = None
+    prompt_logprobs: Floats | None = None
+    prompt_tops: tuple[Top, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Token ids out, one log-probability and weight version each. An aborted request returns what it had.
     ``tops`` has one entry a token where the request asked for them; ``prompt_logprobs`` and ``prompt_tops`` are those
@@ -405,6 +426,7 @@ class Completion:
     tops: tuple[Top, ...] | None = None
     prompt_logprobs: Floats | None = None
     prompt_tops: tuple[Top, ...] | None = None
+    routes: Routes | None = None  # of the prompt and the answer, where they are recorded
 
     def __post_init__(self) -> None:
         same_length(

@@ -11,13 +11,15 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 from tandem.config.sections.data import DataSection
 from tandem.core.errors import ConfigError, boundary
+from tandem.core.hub import fetch_repository, is_repository
 from tandem.core.registry import Registry
 from tandem.core.types import Ids, Mask, Message, Role, mask
-from tandem.envs.rows import Row, read_rows
+from tandem.envs.rows import FORMATS, Row, data_files, read_rows
 from tandem.text.render import Renderer
 
 Stream = tuple[Ids, Mask]
@@ -38,8 +40,37 @@ class Loaded:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def load_dataset(section: DataSection, path: str, renderer: Renderer, *, pairs: bool, max_tokens: int) -> Loaded:
-    """Read all rows of ``path``.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows on this machine: a file, or one split of a folder."""
+
+    path: Path
+    split: str = ""
+
+    def files(self) -> list[Path]:
+        return data_files(self.path, split=self.split)
+
+    def rows(self) -> Iterator[Row]:
+        return read_rows(self.path, split=self.split)
+
+
+def find_source(section: DataSection, path: str, split: str) -> Source:
+    """Where the rows that a recipe names lie; fetched from the hub first where they are there.
+
+    Raises:
+        ConfigError: there are none, or the hub does not give them.
+    """
+    place = Path(path).expanduser()
+    if is_repository(path) and not place.parent.is_dir():
+        within = [f"{section.subset}/**"] if section.subset else [f"**{suffix}" for suffix in FORMATS]
+        place = fetch_repository(path, kind="dataset", files=within)
+    source = Source(place / section.subset, split)
+    source.files()
+    return source
+
+
+def load_dataset(section: DataSection, source: Source, renderer: Renderer, *, pairs: bool, max_tokens: int) -> Loaded:
+    """Read all rows of ``source``.
 
     Raises:
         ConfigError: a file or the loader hook is broken, or no row is left; the message counts the reasons.
@@ -49,7 +80,7 @@ def load_dataset(section: DataSection, path: str, renderer: Renderer, *, pairs: 
         raise ConfigError(f"data.columns.{unknown[0]}: no column of ours", hint=f"ours are {', '.join(COLUMNS)}")
     reader = _RowReader(section, renderer, pairs=pairs, max_tokens=max_tokens)
     loaded = Loaded()
-    for row in read_rows(path):
+    for row in source.rows():
         loaded.num_rows += 1
         try:
             loaded.streams.append(reader.streams(row))
@@ -57,17 +88,17 @@ def load_dataset(section: DataSection, path: str, renderer: Renderer, *, pairs: 
             loaded.dropped[str(reason)] += 1
     if not loaded.streams:
         reasons = ", ".join(f"{count} {reason}" for reason, count in loaded.dropped.most_common())
-        found = next(iter(read_rows(path)), {})
+        found = next(source.rows(), {})
         raise ConfigError(
-            f"{path}: none of {loaded.num_rows} rows can be learned from ({reasons or 'it is empty'})",
+            f"{source.path}: none of {loaded.num_rows} rows can be learned from ({reasons or 'it is empty'})",
             hint=f"its columns are {', '.join(found) or 'none'}; data.columns maps them to ours",
         )
     return loaded
 
 
-def try_first_row(section: DataSection, path: str) -> None:
+def try_first_row(section: DataSection, source: Source) -> None:
     """Run the loader hook on one row, so that a broken one is known before a model is loaded."""
-    for row in itertools.islice(read_rows(path), 1):
+    for row in itertools.islice(source.rows(), 1):
         _hook(section)(row)
 
 
@@ -112,7 +143,7 @@ class _RowReader:
         if "completion" in cells:
             return self._answer(cells, "completion")
         if "text" in cells:
-            tokens = self._renderer.tokenizer.encode(str(cells["text"]))
+            tokens = self._renderer.tokenizer.encode_document(str(cells["text"]))
             tokens.append(self._renderer.tokenizer.eos_ids[0])
             return self._fitting(tokens, mask([0]) + mask([1]) * (len(tokens) - 1))
         raise _Dropped("no column to learn from")

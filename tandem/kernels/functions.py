@@ -7,15 +7,15 @@ the mathematics. Without gradients the forward pass alone runs.
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from tandem.core.errors import EngineError
-from tandem.kernels.impl import reference
 from tandem.kernels.impl.cpu import head, native
+from tandem.kernels.impl.portable import attention
+from tandem.kernels.impl.portable import head as portable_head
 
-Index = tuple[Tensor, Tensor, Tensor]
 # Rows of one chunk of the vocabulary projection: peak memory is this many rows of float32 logits.
 HEAD_CHUNK = 256
 
@@ -37,35 +37,40 @@ class PackedLinear(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
+    """``portable``: by the operations that run everywhere, else by the C kernels."""
+
     @staticmethod
-    def forward(ctx, q_THD, k_SGD, v_SGD, index, readers, scale, window):
+    def forward(ctx, q_THD, k_SGD, v_SGD, keys, scale, window, portable):
         wanted = any(ctx.needs_input_grad[:3])
-        if native.supports(q_THD, q_THD.shape[2]):
-            out_THD, lse_TH = native.attention_forward(q_THD, k_SGD, v_SGD, index, scale, window, with_lse=wanted)
+        if portable:
+            out_THD, lse_TH = attention.attention_forward(
+                q_THD, k_SGD, v_SGD, keys.slots_L, keys.tiles(), scale, window
+            )
         else:
-            out_THD, lse_TH = reference.attention_forward(q_THD, k_SGD, v_SGD, *index, scale, window), None
+            index = (keys.slots_L, keys.starts_T, keys.counts_T)
+            out_THD, lse_TH = native.attention_forward(q_THD, k_SGD, v_SGD, index, scale, window, with_lse=wanted)
         if wanted:
             ctx.save_for_backward(q_THD, k_SGD, v_SGD, out_THD, lse_TH)
-            ctx.index, ctx.readers, ctx.scale, ctx.window = index, readers, scale, window
+            ctx.keys, ctx.scale, ctx.window, ctx.portable = keys, scale, window, portable
         return out_THD
 
     @staticmethod
     def backward(ctx, grad_THD):
-        q_THD, k_SGD, v_SGD, out_THD, lse_TH = ctx.saved_tensors
-        if lse_TH is None:
-            grads = reference.attention_backward(grad_THD, q_THD, k_SGD, v_SGD, *ctx.index, ctx.scale, ctx.window)
+        keys, saved = ctx.keys, ctx.saved_tensors  # read once: a recomputing pass makes them at that moment
+        if ctx.portable:
+            grads = attention.attention_backward(grad_THD, *saved, keys.slots_L, keys.tiles(), ctx.scale, ctx.window)
         else:
-            grads = native.attention_backward(
-                grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, ctx.index, ctx.readers(), ctx.scale, ctx.window
-            )
-        return *(grad.to(q_THD.dtype) for grad in grads), None, None, None, None
+            index = (keys.slots_L, keys.starts_T, keys.counts_T)
+            readers = keys.readers(saved[1].shape[0], ctx.window)
+            grads = native.attention_backward(grad_THD, *saved, index, readers, ctx.scale, ctx.window)
+        return *(grad.to(saved[0].dtype) for grad in grads), None, None, None, None
 
 
 class RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, weight_D, eps, offset):
+    def forward(ctx, x_TD, weight_D, eps, offset, kernels):
         wanted = any(ctx.needs_input_grad[:2])
-        out_TD, inverse_T = native.rms_norm(x_TD, weight_D, eps, offset=offset, with_inverse=wanted)
+        out_TD, inverse_T = kernels.rms_norm(x_TD, weight_D, eps, offset=offset, with_inverse=wanted)
         ctx.save_for_backward(x_TD, weight_D, inverse_T)
         ctx.offset = offset
         return out_TD
@@ -77,26 +82,27 @@ class RMSNorm(torch.autograd.Function):
         grad = grad_TD.float()
         weighted = grad * (weight_D.float() + 1.0 if ctx.offset else weight_D.float())
         dx = (weighted - normed * (weighted * normed).mean(1, keepdim=True)) * inverse_T[:, None]
-        return dx.to(x_TD.dtype), (grad * normed).sum(0).to(weight_D.dtype), None, None
+        return dx.to(x_TD.dtype), (grad * normed).sum(0).to(weight_D.dtype), None, None, None
 
 
 class Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_THD, cos_TD, sin_TD):
+    def forward(ctx, x_THD, cos_TD, sin_TD, kernels):
         ctx.save_for_backward(cos_TD, sin_TD)
-        return native.rope(x_THD, cos_TD, sin_TD, sign=1.0)
+        ctx.kernels = kernels
+        return kernels.rope(x_THD, cos_TD, sin_TD, sign=1.0)
 
     @staticmethod
     def backward(ctx, grad_THD):
         cos_TD, sin_TD = ctx.saved_tensors
-        return native.rope(grad_THD.contiguous(), cos_TD, sin_TD, sign=-1.0), None, None
+        return ctx.kernels.rope(grad_THD.contiguous(), cos_TD, sin_TD, sign=-1.0), None, None, None
 
 
 class SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_TF, up_TF):
+    def forward(ctx, gate_TF, up_TF, kernels):
         ctx.save_for_backward(gate_TF, up_TF)
-        return native.gate_mul(gate_TF, up_TF, "silu")
+        return kernels.gate_mul(gate_TF, up_TF, "silu")
 
     @staticmethod
     def backward(ctx, grad_TF):
@@ -105,7 +111,7 @@ class SiluMul(torch.autograd.Function):
         silu = gate_TF * sigmoid
         grad = grad_TF.float()
         dgate = grad * up_TF * (sigmoid + silu * (1 - sigmoid))
-        return dgate.to(gate_TF.dtype), (grad * silu).to(up_TF.dtype)
+        return dgate.to(gate_TF.dtype), (grad * silu).to(up_TF.dtype), None
 
 
 class GeluMul(torch.autograd.Function):
@@ -113,9 +119,9 @@ class GeluMul(torch.autograd.Function):
     (x + 0.044715 x^3)``."""
 
     @staticmethod
-    def forward(ctx, gate_TF, up_TF):
+    def forward(ctx, gate_TF, up_TF, kernels):
         ctx.save_for_backward(gate_TF, up_TF)
-        return native.gate_mul(gate_TF, up_TF, "gelu_tanh")
+        return kernels.gate_mul(gate_TF, up_TF, "gelu_tanh")
 
     @staticmethod
     def backward(ctx, grad_TF):
@@ -124,23 +130,23 @@ class GeluMul(torch.autograd.Function):
         square = gate * gate * 0.044715
         sigmoid = torch.sigmoid(gate * (square + 1.0) * slope)
         inner = gate * sigmoid * (1 - sigmoid) * (3.0 * square + 1.0) * slope
-        return (grad * up_TF * (sigmoid + inner)).to(gate_TF.dtype), (grad * gate * sigmoid).to(up_TF.dtype)
+        return (grad * up_TF * (sigmoid + inner)).to(gate_TF.dtype), (grad * gate * sigmoid).to(up_TF.dtype), None
 
 
 class TokenLogprobs(torch.autograd.Function):
     """Log-probability of one target a row, chunked over rows; the backward pass makes the logits again."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, head_VD, targets_T, temperature_T, project, chunk):
+    def forward(ctx, hidden_TD, head_VD, targets_T, temperature_T, project, chunk, portable):
         logprobs, entropies = [], []
         for begin in range(0, hidden_TD.shape[0], chunk):
             rows = slice(begin, begin + chunk)
             logits = project(hidden_TD[rows], head_VD)
-            logprob, entropy = target_logprobs(logits, temperature_T[rows], targets_T[rows])
+            logprob, entropy = target_logprobs(logits, temperature_T[rows], targets_T[rows], portable=portable)
             logprobs.append(logprob)
             entropies.append(entropy)
         ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T)
-        ctx.project, ctx.chunk = project, chunk
+        ctx.project, ctx.chunk, ctx.portable = project, chunk, portable
         ctx.set_materialize_grads(False)  # nobody differentiates the entropy: no gradient of zeros is carried through
         empty = hidden_TD.new_empty(0, dtype=torch.float32)
         entropy_T = torch.cat(entropies) if entropies else empty
@@ -153,7 +159,8 @@ class TokenLogprobs(torch.autograd.Function):
         dhead = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for begin in range(0, hidden_TD.shape[0], ctx.chunk):
             rows = slice(begin, begin + ctx.chunk)
-            logp = row_logprobs(ctx.project(hidden_TD[rows], head_VD), temperature_T[rows])
+            logits = ctx.project(hidden_TD[rows], head_VD)
+            logp = row_logprobs(logits, temperature_T[rows], portable=ctx.portable)
             grad = logp.new_zeros(logp.shape[0]) if grad_T is None else grad_T[rows]
             scaled = (grad / temperature_T[rows])[:, None]
             if grad_entropy_T is None:
@@ -168,40 +175,33 @@ class TokenLogprobs(torch.autograd.Function):
                 dhidden[rows] = dlogits @ head_VD
             if dhead is not None:
                 dhead += dlogits.T @ hidden_TD[rows]
-        return dhidden, dhead.to(head_VD.dtype) if dhead is not None else None, None, None, None, None
+        return dhidden, dhead.to(head_VD.dtype) if dhead is not None else None, None, None, None, None, None
 
 
-def row_logprobs(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
-    """Log-probabilities of float32 logits at each row's temperature."""
-    if head.supports(logits_TV):
-        return head.row_logprobs(logits_TV, temperature_T)
-    return torch.log_softmax(logits_TV / temperature_T[:, None], dim=1)
+def row_logprobs(logits_TV: Tensor, temperature_T: Tensor, *, portable: bool = False) -> Tensor:
+    """Log-probabilities of float32 logits at each row's temperature. ``portable``, here and below: by the operations
+    that run everywhere, be there better ones or not."""
+    return _kernels(logits_TV, portable).row_logprobs(logits_TV, temperature_T)
 
 
-def target_logprobs(logits_TV: Tensor, temperature_T: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+def target_logprobs(
+    logits_TV: Tensor, temperature_T: Tensor, targets_T: Tensor, *, portable: bool = False
+) -> tuple[Tensor, Tensor]:
     """Of each row: the log-probability of its target, with the bits of ``row_logprobs``, and the entropy."""
-    if head.supports(logits_TV):
-        return head.target_logprobs(logits_TV, temperature_T, targets_T)
-    logp_TV = row_logprobs(logits_TV, temperature_T)
-    return logp_TV.gather(1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(1)
+    return _kernels(logits_TV, portable).target_logprobs(logits_TV, temperature_T, targets_T)
 
 
-def draw(logits_TV: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_TV: Tensor, temperature_T: Tensor, uniform_T: Tensor, *, portable: bool = False
+) -> tuple[Tensor, Tensor]:
     """A token of each row (int64) and its log-probability, with the bits of ``row_logprobs``: each row's cumulative
     distribution inverted at ``uniform`` (float64); the likeliest token where that is negative.
 
     Raises:
         EngineError: a row has no finite distribution.
     """
-    if head.supports(logits_TV):
-        return head.draw(logits_TV, temperature_T, uniform_T)
-    logp_TV = row_logprobs(logits_TV, temperature_T)
-    cumulative_TV = logp_TV.exp().cumsum(1, dtype=torch.float64)  # so that small probabilities count
-    total_T = cumulative_TV[:, -1]
-    if not bool(torch.isfinite(total_T).all()):
-        raise EngineError("rows of logits have no finite distribution")
-    # Strictly below the total: the token found then has a probability above zero.
-    aim_T = torch.minimum(uniform_T.clamp(min=0) * total_T, torch.nextafter(total_T, torch.zeros_like(total_T)))
-    found_T = torch.searchsorted(cumulative_TV, aim_T[:, None], right=True)[:, 0]
-    tokens_T = torch.where(uniform_T < 0, logits_TV.argmax(1), found_T)
-    return tokens_T, logp_TV.gather(1, tokens_T[:, None])[:, 0]
+    return _kernels(logits_TV, portable).draw(logits_TV, temperature_T, uniform_T)
+
+
+def _kernels(logits_TV: Tensor, portable: bool) -> ModuleType:
+    return head if not portable and head.supports(logits_TV) else portable_head

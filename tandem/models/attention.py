@@ -13,19 +13,28 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tandem.core.routes import MISSING
 from tandem.kernels.ops import KeyIndex, Ops
+from tandem.kernels.pages import zeros
 from tandem.models.layers import Linear, Norm
+from tandem.models.routes import Settles
 from tandem.models.spec import ModelSpec
 
 
 class KVCache:
     """Keys and values of all layers: one tensor ``[num_slots, kv heads, head dim]`` each a layer."""
 
-    def __init__(self, spec: ModelSpec, num_slots: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_slots: int, *, dtype: torch.dtype, device: torch.device | str, routes: bool = False
+    ) -> None:
+        """``routes``: room for the experts of each token, too (``[num_slots, spec.route_width]``, int16)."""
         shape = (num_slots, spec.num_kv_heads, spec.head_dim)
         # Zeros, not empty: rows of unused slots may be read ahead by a kernel, never used, but must not be NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        both = [zeros(shape, dtype=dtype, device=torch.device(device)) for _ in range(2 * spec.num_layers)]
+        self.keys, self.values = both[::2], both[1::2]
+        self.routes = (
+            torch.full((num_slots, spec.route_width), MISSING, dtype=torch.int16, device=device) if routes else None
+        )
         self.num_slots = num_slots
 
     def write(self, layer: int, slots_T: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:
@@ -42,6 +51,7 @@ class AttentionContext:
     keys: KeyIndex
     cache: KVCache | None = None
     write_slots_T: torch.Tensor | None = None
+    routes: Settles | None = None  # where the experts of each token are noted, or given
 
 
 class Attention(nn.Module):

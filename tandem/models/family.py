@@ -41,8 +41,10 @@ class Family:
     read: Callable[[Mapping[str, object]], ModelSpec]
     write: Callable[[ModelSpec], dict[str, object]]
     pieces: Callable[[ModelSpec], list[Piece]]
+    scorer: str = ""  # the library's class that reads one number off the last token, as a reward model is exported
     gguf_architecture: str = ""
     gguf_permuted: bool = False  # GGUF keeps q and k of some architectures in interleaved rotary order
+    gguf_windows: bool = False  # whether its readers give layers of this architecture sliding windows
 
 
 def families() -> Registry:
@@ -70,15 +72,16 @@ def find_family(name: str, *, where: str) -> Family:
     return family
 
 
-def read_config(config: Mapping[str, object], *, where: str) -> ModelSpec:
-    """The spec that a Hugging Face configuration describes."""
+def read_config(config: Mapping[str, object], *, where: str, scoring: bool = False) -> ModelSpec:
+    """The spec that a Hugging Face configuration describes, of a language model or (``scoring``) a reward model."""
     name = config.get("model_type")
     if not isinstance(name, str):
         raise ModelError(f"{where}: no model_type", hint="this must be the config.json of a Hugging Face model")
     family = find_family(name, where=where)
     architectures = config.get("architectures")
-    if isinstance(architectures, list) and architectures and family.architecture not in architectures:
+    needed = family.scorer if scoring else family.architecture
+    if isinstance(architectures, list) and architectures and needed not in architectures:
         raise ModelError(
-            f"{where}: architecture {architectures[0]!r} is not supported", hint=f"needs {family.architecture}"
+            f"{where}: architecture {architectures[0]!r} is not supported", hint=f"needs {needed}"
         )
     return family.read(config)

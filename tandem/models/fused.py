@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tandem.kernels.impl.cpu.decoder import Layers, Shape, decode
+from tandem.kernels.impl.cpu.whole import WHOLE
 from tandem.kernels.ops import Ops
 from tandem.models.attention import AttentionContext
 from tandem.models.layers import Linear, Norm
@@ -36,11 +37,21 @@ class FusedLayers:
         self._possible = spec.experts is None and bool(ops.road) and self._shape.fits
         self._modules = [part for parts in layers for part in parts.values()] + [norm]
         self._linears = [module for module in self._modules if isinstance(module, Linear)]
+        self.is_whole = False  # projections by weights in whole numbers of 8 bits
         self._packed: tuple[list[tuple[int, int]], Layers] | None = None
 
     def __getstate__(self) -> Mapping[str, object]:
         """A copy of a model packs its own weights."""
         return self.__dict__ | {"_packed": None}
+
+    @property
+    def obstacle(self) -> str:
+        """Why this model never takes that road; empty: it does."""
+        if not self._possible:
+            return "it has experts, sizes that do not fit, or the machine no such instructions"
+        if any(linear.weight.dtype is not torch.bfloat16 for linear in self._linears):
+            return "its weights are not bfloat16"
+        return "it has adapters" if any(linear.adapter is not None for linear in self._linears) else ""
 
     def takes(self, x_TE: torch.Tensor, context: AttentionContext) -> bool:
         """Whether this forward pass can go through the kernel."""
@@ -53,9 +64,9 @@ class FusedLayers:
         assert context.cache is not None and context.write_slots_T is not None
         layers = self._current()
         layers.place(context.cache.keys, context.cache.values)
-        keys = context.keys
+        keys, road = context.keys, self._ops.road | (WHOLE if self.is_whole else 0)
         index = (keys.slots_L, keys.starts_T, keys.counts_T)
-        return decode(x_TE, layers, self._shape, tables, index, context.write_slots_T, self._ops.road)
+        return decode(x_TE, layers, self._shape, tables, index, context.write_slots_T, road)
 
     def forget(self) -> None:
         """Hold no packed weights until the next call."""
@@ -76,7 +87,7 @@ class FusedLayers:
         found = {}
         for name, part in parts.items():
             if isinstance(part, Linear):
-                found[name] = self._ops.packed(part.weight)
+                found[name] = (self._ops.whole if self.is_whole else self._ops.packed)(part.weight)
                 if part.bias is not None:
                     found[f"{name}_bias"] = part.bias.detach()
             else:

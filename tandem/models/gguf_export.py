@@ -1,9 +1,9 @@
 """Hugging Face folders out to one GGUF file, for llama.cpp and what is built on it.
 
-Owns: which tensor is stored in which type (vectors always in float32: every reader wants them so), and that a file
-appears whole or not at all. Names and the rotary order are those of ``gguf_import``; the tokenizer is
-``gguf_tokenizer``'s. Tensors are read, converted and written one at a time.
-Refuses: families that GGUF has no architecture for, rotary rules it can not hold.
+Owns: which tensor is stored in which type, the metadata, and that a file appears whole or not at all. Names and the
+form of tensors are those of ``gguf_names``; the tokenizer is ``gguf_tokenizer``'s. Tensors are read, converted and
+written one at a time.
+Refuses: families that GGUF has no architecture for, and what its readers take for granted where the model differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from tandem.core.errors import ModelError
 from tandem.models.family import Family, find_family
-from tandem.models.gguf_import import INNER, OUTER, ROPE_FACTORS
+from tandem.models.gguf_import import EVERY, LARGEST, LOCAL_THETA
+from tandem.models.gguf_names import ROPE_FACTORS, Stored, stored_tensors, to_file
 from tandem.models.gguf_tokenizer import write_tokenizer
 from tandem.models.layers import rope_frequencies
 from tandem.models.loader import TensorSource, open_tensors, read_spec
@@ -32,7 +33,6 @@ TYPES = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 QUANTISATION_VERSION = 2  # of the block layouts; the only one that is written today
-THEIRS = {ours: name for name, ours in {**OUTER, **INNER}.items()}
 
 
 def export_gguf(folder: str | Path, file: Path, *, weights: str = "bf16", name: str = "") -> None:
@@ -51,6 +51,8 @@ def export_gguf(folder: str | Path, file: Path, *, weights: str = "bf16", name: 
     family = find_family(spec.family, where=str(folder))
     if not family.gguf_architecture:
         raise ModelError(f"{folder}: {spec.family} models are not written as GGUF", hint="--format hf")
+    _check(spec, family, folder)
+    stored = stored_tensors(spec, family)
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_name(f".{file.name}-new")
     kind, file_type = TYPES[weights]
@@ -63,19 +65,32 @@ def export_gguf(folder: str | Path, file: Path, *, weights: str = "bf16", name: 
         write_tokenizer(writer, folder, spec)
         with ExitStack() as stack:
             source = open_tensors(folder, stack)
-            for tensor_name, shape, stored in _plan(spec, family, source, kind):
-                _announce(writer, tensor_name, shape, stored)
+            for name_, shape, type_ in _plan(spec, stored, source, kind):
+                _announce(writer, name_, shape, type_)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for array, stored in _arrays(spec, family, source, kind):
-                writer.write_tensor_data(quantize(array, stored))
+            for array, type_ in _arrays(spec, family, stored, source, kind):
+                writer.write_tensor_data(quantize(array, type_))
         writer.close()
         os.replace(scratch, file)
     except BaseException:
         writer.close()
         scratch.unlink(missing_ok=True)
         raise
+
+
+def _check(spec: ModelSpec, family: Family, folder: Path) -> None:
+    """Readers know some facts of an architecture that the file has no place for."""
+    scalar = spec.hidden_size // spec.num_heads if spec.num_layers == LARGEST else spec.head_dim
+    for wrong, what in (
+        (any(spec.windows) and not family.gguf_windows, "sliding windows"),
+        (spec.query_scalar not in (None, scalar), f"scores divided by the root of {spec.query_scalar}"),
+        (spec.experts and not spec.experts.normalised, "experts whose weights do not sum to one"),
+        (spec.experts and spec.experts.dense_layers, "layers without experts between those that have them"),
+    ):
+        if wrong:
+            raise ModelError(f"{folder}: GGUF can not say that a {spec.family} has {what}", hint="--format hf")
 
 
 def _write_shape(writer: GGUFWriter, spec: ModelSpec) -> None:
@@ -96,22 +111,35 @@ def _write_shape(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_rope_scaling_factor(spec.rope.factor)
 
 
-def _stored(shape: tuple[int, ...], kind: GGMLQuantizationType) -> GGMLQuantizationType:
-    """The type of one tensor: vectors are float32; a row that is no whole number of blocks stays in bfloat16."""
-    if len(shape) < 2:
+    if any(spec.windows):
+        writer.add_sliding_window(max(spec.windows))
+        local = [bool(window) for window in spec.windows]
+        if local != [bool((layer + 1) % EVERY) for layer in range(spec.num_layers)]:
+            writer.add_sliding_window_pattern(local)
+        if spec.local_rope and spec.local_rope.theta != LOCAL_THETA:
+            writer.add_rope_freq_base_swa(spec.local_rope.theta)
+    if spec.experts:
+        writer.add_expert_count(spec.experts.num_experts)
+        writer.add_expert_used_count(spec.experts.per_token)
+        writer.add_expert_feed_forward_length(spec.experts.intermediate_size)
+
+
+def _type_of(stored: Stored, row: int, kind: GGMLQuantizationType) -> GGMLQuantizationType:
+    """A row that is no whole number of blocks stays in bfloat16."""
+    if stored.precise:
         return GGMLQuantizationType.F32
-    return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.BF16
+    return kind if row % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.BF16
 
 
 def _plan(
-    spec: ModelSpec, family: Family, source: TensorSource, kind: GGMLQuantizationType
+    spec: ModelSpec, stored: list[Stored], source: TensorSource, kind: GGMLQuantizationType
 ) -> Iterator[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
     """Name, shape and type of every tensor, in the order of ``_arrays``."""
     if spec.rope.scaling == "llama3":
         yield ROPE_FACTORS, (spec.head_dim // 2,), GGMLQuantizationType.F32
-    for piece in family.pieces(spec):
-        shape = source.shape(piece.source)
-        yield _translate(piece.source), shape, _stored(shape, kind)
+    for each in stored:
+        shape = source.shape(each.sources[0])
+        yield each.name, (len(each.sources), *shape) if each.stacked else shape, _type_of(each, shape[-1], kind)
 
 
 def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], stored: GGMLQuantizationType) -> None:
@@ -124,31 +152,12 @@ def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], stored: GGM
 
 
 def _arrays(
-    spec: ModelSpec, family: Family, source: TensorSource, kind: GGMLQuantizationType
+    spec: ModelSpec, family: Family, stored: list[Stored], source: TensorSource, kind: GGMLQuantizationType
 ) -> Iterator[tuple[np.ndarray, GGMLQuantizationType]]:
     if spec.rope.scaling == "llama3":  # the rule's result, one divisor a frequency
         plain = rope_frequencies(RopeSpec(theta=spec.rope.theta), spec.head_dim)
         yield (plain / rope_frequencies(spec.rope, spec.head_dim)).float().numpy(), GGMLQuantizationType.F32
-    for piece in family.pieces(spec):
-        tensor = source.read(piece.source).to(torch.float32)
-        if family.gguf_permuted and ".q_proj." in piece.source:
-            tensor = _pair_order(tensor, spec.num_heads)
-        elif family.gguf_permuted and ".k_proj." in piece.source:
-            tensor = _pair_order(tensor, spec.num_kv_heads)
-        yield tensor.contiguous().numpy(), _stored(tuple(tensor.shape), kind)
-
-
-def _translate(source: str) -> str:
-    stem, _, suffix = source.rpartition(".")
-    if stem in THEIRS:
-        return f"{THEIRS[stem]}.{suffix}"
-    _, _, layer, inner = stem.split(".", 3)
-    if inner not in THEIRS:
-        raise ModelError(f"tensor {source} has no name in GGUF", hint="--format hf")
-    return f"blk.{layer}.{THEIRS[inner]}.{suffix}"
-
-
-def _pair_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head from halves (x0 x1 ... y0 y1 ...) to interleaved pairs (x0 y0 x1 y1 ...)."""
-    shape = tensor.shape
-    return tensor.view(num_heads, 2, shape[0] // num_heads // 2, *shape[1:]).transpose(1, 2).reshape(shape)
+    for each in stored:
+        tensors = [source.read(name).to(torch.float32) for name in each.sources]
+        tensor = to_file(tensors, each, spec, family)
+        yield tensor.contiguous().numpy(), _type_of(each, tensor.shape[-1], kind)

@@ -1,9 +1,9 @@
 """GGUF files in: de-quantised once into a Hugging Face folder.
 
-Owns: the GGUF names of decoder weights, the rotary order GGUF keeps q and k of some architectures in, and the
-metadata that becomes a configuration. The result is the model the file really holds: de-quantised 4-bit weights
-stay de-quantised 4-bit weights.
-Refuses: architectures no family claims, tensors it does not know (by name).
+Owns: the metadata that becomes a configuration. The result is the model the file really holds: de-quantised 4-bit
+weights stay de-quantised 4-bit weights.
+Refuses: architectures no family claims, tensors it does not know (by name), a window list of another length than the
+layers.
 """
 
 from __future__ import annotations
@@ -16,27 +16,16 @@ import torch
 from gguf import GGUFReader, ReaderTensor, dequantize
 
 from tandem.core.errors import ModelError, boundary
+from tandem.models.families.decoder_config import write_rope
 from tandem.models.family import Family, families
+from tandem.models.gguf_names import ROPE_FACTORS, Stored, from_file, stored_tensors
 from tandem.models.layers import rope_frequencies
 from tandem.models.saver import write_config, write_tensors
 from tandem.models.spec import ModelSpec, RopeSpec
 from tandem.text.tokenizer import save_gguf_tokenizer
 
-ROPE_FACTORS = "rope_freqs.weight"
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+EVERY, LOCAL_THETA = 6, 10000.0  # what readers take where a file with windows does not say it
+LARGEST = 62  # layers of the one model of its family whose scores are divided by another number
 
 
 def import_gguf(file: str | Path, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> ModelSpec:
@@ -54,13 +43,13 @@ def import_gguf(file: str | Path, folder: Path, *, dtype: torch.dtype = torch.bf
     family = _find_family(metadata)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = _read_spec(metadata, family, tensors)
-    wanted = {piece.source for piece in family.pieces(spec)}
-    names = {_translate(name, file): name for name in tensors if name != ROPE_FACTORS}
-    for what, lost in (("lacks", wanted - set(names)), ("has no place for", set(names) - wanted)):
+    stored = stored_tensors(spec, family)
+    wanted, found = {each.name for each in stored}, set(tensors) - {ROPE_FACTORS}
+    for what, lost in (("lacks", wanted - found), ("has no place for", found - wanted)):
         if lost:
             raise ModelError(f"{file} {what} {', '.join(sorted(lost)[:5])}")
     write_config(spec, folder, dtype=dtype)
-    write_tensors(_convert(spec, family, names, tensors, dtype), folder)
+    write_tensors(_convert(spec, family, stored, tensors, dtype), folder)
     save_gguf_tokenizer(file, folder)
     return spec
 
@@ -104,36 +93,65 @@ def _find_family(metadata: _Metadata) -> Family:
 
 
 def _read_spec(metadata: _Metadata, family: Family, tensors: dict[str, ReaderTensor]) -> ModelSpec:
+    """By way of a configuration, so that the family's own rules and defaults hold."""
     prefix = family.gguf_architecture
-    heads = int(metadata.number(f"{prefix}.attention.head_count"))
-    hidden = int(metadata.number(f"{prefix}.embedding_length"))
-    head_dim = int(metadata.number(f"{prefix}.attention.key_length", hidden // heads))
-    if metadata.number(f"{prefix}.rope.dimension_count", head_dim) != head_dim:
+
+    def count(key: str, default: int | None = None) -> int:
+        return int(metadata.number(f"{prefix}.{key}", default))
+
+    heads, hidden = count("attention.head_count"), count("embedding_length")
+    head_dim = count("attention.key_length", hidden // heads)
+    if count("rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{metadata.file}: rotary embedding of a part of each head is not supported")
-    eos = metadata.token_id("eos")
-    rope = _read_rope(metadata, prefix, head_dim, tensors.get(ROPE_FACTORS))
-    return ModelSpec(
-        family=family.name,
-        vocab_size=int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else 0,
-        hidden_size=hidden,
-        num_layers=int(metadata.number(f"{prefix}.block_count")),
-        num_heads=heads,
-        num_kv_heads=int(metadata.number(f"{prefix}.attention.head_count_kv", heads)),
-        head_dim=head_dim,
-        intermediate_size=int(metadata.number(f"{prefix}.feed_forward_length")),
-        max_positions=int(metadata.number(f"{prefix}.context_length")),
+    ends = [found for name in ("eos", "eot") if (found := metadata.token_id(name)) is not None]
+    layers = count("block_count")
+    config: dict[str, object] = {
+        "model_type": family.name,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else 0,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": count("feed_forward_length"),
+        "max_position_embeddings": count("context_length"),
         # Stored as float32; its shortest decimal form is the number that was meant.
-        norm_eps=float(str(np.float32(metadata.number(f"{prefix}.attention.layer_norm_rms_epsilon")))),
-        rope=rope,
-        tied_head="output.weight" not in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_down.bias" in tensors,
-        bos_id=metadata.token_id("bos"),
-        eos_ids=() if eos is None else (eos,),
-        pad_id=metadata.token_id("padding"),
-    )
+        "rms_norm_eps": float(str(np.float32(metadata.number(f"{prefix}.attention.layer_norm_rms_epsilon")))),
+        **write_rope(_read_rope(metadata, prefix, head_dim, tensors.get(ROPE_FACTORS))),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "bos_token_id": metadata.token_id("bos"),
+        "eos_token_id": list(dict.fromkeys(ends)),
+        "pad_token_id": metadata.token_id("padding"),
+        # Readers know it: the file does not say it.
+        "query_pre_attn_scalar": hidden // heads if layers == LARGEST else head_dim,
+    }
+    if window := count("attention.sliding_window", 0):
+        config |= {
+            "sliding_window": window,
+            "layer_types": _layer_types(metadata.get(f"{prefix}.attention.sliding_window_pattern"), layers),
+            "rope_local_base_freq": metadata.number(f"{prefix}.rope.freq_base_swa", LOCAL_THETA),
+        }
+    if experts := count("expert_count", 0):
+        used = count("expert_used_count")
+        config |= {
+            "num_experts": experts,
+            "num_experts_per_tok": used,
+            "moe_intermediate_size": count("expert_feed_forward_length", count("feed_forward_length") // used),
+            "norm_topk_prob": True,  # as all readers do
+        }
+    return family.read(config)
+
+
+def _layer_types(pattern: object, num_layers: int) -> list[str]:
+    """Which layers have a window: the file says it layer by layer, or that every so many have none."""
+    if isinstance(pattern, list):
+        local = [bool(each) for each in pattern]
+    else:
+        every = pattern if isinstance(pattern, int) else EVERY
+        local = [bool((layer + 1) % every) for layer in range(num_layers)]
+    return ["sliding_attention" if each else "full_attention" for each in local]
 
 
 def _read_rope(metadata: _Metadata, prefix: str, head_dim: int, factors: ReaderTensor | None) -> RopeSpec:
@@ -156,34 +174,12 @@ def _read_rope(metadata: _Metadata, prefix: str, head_dim: int, factors: ReaderT
     return RopeSpec(theta=theta)
 
 
-def _translate(name: str, file: Path) -> str:
-    stem, _, suffix = name.rpartition(".")
-    if stem in OUTER:
-        return f"{OUTER[stem]}.{suffix}"
-    block, _, inner = stem.partition(".")
-    layer, _, inner = inner.partition(".")
-    if block == "blk" and inner in INNER:
-        return f"model.layers.{layer}.{INNER[inner]}.{suffix}"
-    raise ModelError(f"{file}: tensor {name} is not known")
-
-
 def _convert(
-    spec: ModelSpec, family: Family, names: dict[str, str], tensors: dict[str, ReaderTensor], dtype: torch.dtype
+    spec: ModelSpec, family: Family, stored: list[Stored], tensors: dict[str, ReaderTensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for piece in family.pieces(spec):
-        source = tensors[names[piece.source]]
+    for each in stored:
+        source = tensors[each.name]
         with boundary(ModelError, f"GGUF tensor {source.name} can not be de-quantised"):
             values = np.array(dequantize(source.data, source.tensor_type), dtype=np.float32)  # never the mapped file
-        tensor = torch.from_numpy(values)
-        if family.gguf_permuted:
-            if ".q_proj." in piece.source:
-                tensor = _half_order(tensor, spec.num_heads)
-            elif ".k_proj." in piece.source:
-                tensor = _half_order(tensor, spec.num_kv_heads)
-        yield piece.source, tensor.to(dtype)
-
-
-def _half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head from interleaved pairs (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...)."""
-    shape = tensor.shape
-    return tensor.view(num_heads, shape[0] // num_heads // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+        for name, tensor in zip(each.sources, from_file(torch.from_numpy(values), each, spec, family), strict=True):
+            yield name, tensor.to(dtype).contiguous()

@@ -54,14 +54,15 @@ class Norm(nn.Module):
 class Embedding(nn.Module):
     """Token embedding; ``weight`` is ``[vocabulary, hidden]``."""
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.ops = ops
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device))
         # Rounded to the type of the weights, as the models that have it were trained.
         self.scale = float(torch.tensor(spec.hidden_size**0.5).to(dtype)) if spec.scaled_embedding else None
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        x_TE = nn.functional.embedding(ids_T, self.weight)
+        x_TE = self.ops.embedding(ids_T, self.weight)
         return x_TE if self.scale is None else x_TE * self.scale
 
 

@@ -9,7 +9,7 @@ Refuses: formats that execute code (pickles), quantised checkpoints.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from tandem.models.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 DERIVED = ("rotary_emb.inv_freq",)  # tables that old checkpoints saved; made anew from the configuration
 
 
-def read_spec(path: str | Path) -> ModelSpec:
-    """The spec of a model folder, without touching its weights.
+def read_spec(path: str | Path, *, scoring: bool = False) -> ModelSpec:
+    """The spec of a model folder (``scoring``: of a reward model's), without touching its weights.
 
     Raises:
         ModelError: no such folder, no or broken ``config.json``, an unsupported architecture or field.
@@ -42,7 +43,7 @@ def read_spec(path: str | Path) -> ModelSpec:
             f"model folder not found: {folder}",
             hint=f"beside it: {', '.join(beside[:5])}" if beside else "give the folder of a Hugging Face model",
         )
-    spec = read_config(_read_json(folder / "config.json"), where=str(folder / "config.json"))
+    spec = read_config(_read_json(folder / "config.json"), where=str(folder / "config.json"), scoring=scoring)
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
@@ -51,40 +52,82 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", numerics: str = "exact"
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    numerics: str = "exact",
+    portable: bool | None = None,
 ) -> CausalLM:
-    """Load a model folder; weights are converted to ``dtype`` on the way.
+    """Load a model folder; weights are converted to ``dtype`` on the way. ``portable`` as in ``Ops``.
 
     Raises:
         ModelError: see ``read_spec``; or a tensor is missing, unknown, of another shape, or a file is broken.
     """
     spec = read_spec(path)
-    model = CausalLM(spec, Ops(numerics, device), dtype=dtype, device=device)
+    model = CausalLM(spec, Ops(numerics, device, portable=portable), dtype=dtype, device=device)
     pieces = find_family(spec.family, where=str(path)).pieces(spec)
     with ExitStack() as stack:
         fill_parameters(model, pieces, open_tensors(Path(path), stack), where=str(path))
     return model
 
 
+def load_scoring_model(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", numerics: str = "exact"
+) -> tuple[CausalLM, torch.Tensor]:
+    """A sequence classifier with one label (``save_scoring_model`` writes such): its body, whose vocabulary head is
+    never read, and its float32 score head ``[1, hidden]``.
+
+    Raises:
+        ModelError: as ``load_model``; it has no score head, or more than one label.
+    """
+    spec = read_spec(path, scoring=True)
+    model = CausalLM(spec, Ops(numerics, device), dtype=dtype, device=device)
+    pieces = [piece for piece in find_family(spec.family, where=str(path)).pieces(spec) if piece.source != LM_HEAD]
+    with ExitStack() as stack:
+        source = open_tensors(Path(path), stack)
+        if SCORE not in source or source.shape(SCORE)[0] != 1:
+            raise ModelError(
+                f"{path} is no reward model: it has no {SCORE} of one row",
+                hint='train one with algorithm.name = "reward"; tandem export writes it',
+            )
+        head = source.read(SCORE).to(device=device, dtype=torch.float32)
+        body = source.without(SCORE)
+        fill_parameters(model, pieces, body, where=str(path), unread={"head.weight"})
+    return model, head
+
+
 def init_model(
-    spec: ModelSpec, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu", numerics: str = "exact"
+    spec: ModelSpec,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    numerics: str = "exact",
+    portable: bool | None = None,
 ) -> CausalLM:
     """A model with random weights. Each parameter draws from its own seed and name, so that it does not depend
     on what else the model has, nor on the device."""
-    model = CausalLM(spec, Ops(numerics, device), dtype=dtype, device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(0.0 if spec.unit_offset_norms else 1.0)
-            elif name.endswith(".bias"):
-                parameter.zero_()
-            else:
-                # Projections that write into the residual stream start smaller, so that depth does not add variance.
-                writes = name.endswith((".out.weight", ".down.weight"))
-                deviation = 0.02 * ((2 * spec.num_layers) ** -0.5 if writes else 1.0)
-                generator = torch.Generator().manual_seed(derive_seed("init", seed, name))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+    model = CausalLM(spec, Ops(numerics, device, portable=portable), dtype=dtype, device=device)
+    draw_weights(model, seed=seed)
     return model
+
+
+@torch.no_grad()
+def draw_weights(model: CausalLM, *, seed: int) -> None:
+    """Fill a model with random weights, as ``init_model`` says."""
+    spec = model.spec
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(0.0 if spec.unit_offset_norms else 1.0)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+        else:
+            # Projections that write into the residual stream start smaller, so that depth does not add variance.
+            writes = name.endswith((".out.weight", ".down.weight"))
+            deviation = 0.02 * ((2 * spec.num_layers) ** -0.5 if writes else 1.0)
+            generator = torch.Generator().manual_seed(derive_seed("init", seed, name))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
 
 
 class TensorSource:
@@ -102,26 +145,32 @@ class TensorSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 
+    def without(self, name: str) -> TensorSource:
+        return TensorSource({each: file for each, file in self._files.items() if each != name})
+
     def read(self, name: str) -> torch.Tensor:
         return self._files[name].get_tensor(name)
 
 
-def fill_parameters(model: CausalLM, pieces: list[Piece], source: TensorSource, *, where: str) -> None:
-    """Copy every piece into its parameter, and complain of every name left over on either side."""
+def fill_parameters(
+    model: CausalLM, pieces: list[Piece], source: TensorSource, *, where: str, unread: Collection[str] = ()
+) -> None:
+    """Copy every piece into its parameter, and complain of every name left over on either side, but for parameters that
+    are ``unread``."""
     parameters = dict(model.named_parameters())
     wanted = {piece.source for piece in pieces}
     unknown = [name for name in source if name not in wanted and not name.endswith(DERIVED)]
-    if model.spec.tied_head and "lm_head.weight" in unknown:
+    if model.spec.tied_head and LM_HEAD in unknown:
         # Some tied checkpoints store the head a second time. It must be the same one.
-        if not torch.equal(source.read("lm_head.weight"), source.read("model.embed_tokens.weight")):
+        if not torch.equal(source.read(LM_HEAD), source.read("model.embed_tokens.weight")):
             raise ModelError(f"{where}: lm_head.weight differs from the embedding, but the configuration ties them")
-        unknown.remove("lm_head.weight")
+        unknown.remove(LM_HEAD)
     if unknown:
         raise ModelError(f"{where}: the model has no parameter for {_some(unknown)}")
     missing = [piece.source for piece in pieces if piece.source not in source]
     if missing:
         raise ModelError(f"{where}: the checkpoint lacks {_some(missing)}")
-    filled = dict.fromkeys(parameters, 0)
+    filled = dict.fromkeys(parameters.keys() - set(unread), 0)
     with torch.no_grad():
         for piece in pieces:
             target = parameters[piece.parameter][piece.start : piece.stop]

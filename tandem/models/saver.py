@@ -53,13 +53,19 @@ def save_model(
 
 def save_scoring_model(model: CausalLM, head_1D: torch.Tensor, folder: Path, *, tokenizer_from: Path) -> None:
     """Write a reward model as the family's sequence classifier with one label: the body of ``model`` and its score
-    head ``[1, hidden]``, which reads the last token."""
+    head ``[1, hidden]``, which reads the last token.
+
+    Raises:
+        ModelError: the family has no such class.
+    """
+    scorer = find_family(model.spec.family, where=str(folder)).scorer
+    if not scorer:
+        raise ModelError(f"{folder}: a {model.spec.family} has no class that reads scores")
     folder.mkdir(parents=True)
     write_config(model.spec, folder, dtype=model.dtype)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
-    config |= {"architectures": names, "num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    config |= {"architectures": [scorer], "num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if config.get("pad_token_id") is None:
         config["pad_token_id"] = model.spec.eos_ids[0] if model.spec.eos_ids else 0
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -109,3 +109,13 @@ class ModelSpec:
     def mixture(self, layer: int) -> ExpertSpec | None:
         """The experts of this layer; None: it has a plain MLP."""
         return self.experts if self.experts and layer not in self.experts.dense_layers else None
+
+    @property
+    def mixtures(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.mixture(layer))
+
+    @property
+    def route_width(self) -> int:
+        """Experts that a token goes through in all layers together."""
+        return len(self.mixtures) * self.experts.per_token if self.experts else 0

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.core.errors import RecordError, writing
-from tandem.core.events import AnyEvent, CheckpointSaved, Envelope, RunFinished, WarningRaised
+from tandem.core.events import AnyEvent, CheckpointBegun, CheckpointSaved, Envelope, RunFinished, WarningRaised
 from tandem.core.wire import digest
 from tandem.record.blobs import BlobStore
 
@@ -91,7 +91,7 @@ class EventLog:
             self._write(line + b"\n")
             self._previous = digest(line)
             self._sequence += 1
-            if isinstance(event, (CheckpointSaved, RunFinished)):
+            if isinstance(event, (CheckpointBegun, CheckpointSaved, RunFinished)):
                 self._sync()
             listeners = tuple(self._listeners)
         for listener in listeners:

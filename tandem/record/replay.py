@@ -14,7 +14,7 @@ import msgspec
 
 from tandem.core import wire
 from tandem.core.errors import RecordError
-from tandem.core.events import Envelope, EpisodeFinished, RunFinished, RunResumed
+from tandem.core.events import CheckpointSaved, Envelope, EpisodeFinished, RunFinished, RunResumed
 from tandem.core.types import Episode
 from tandem.record.blobs import BlobStore
 from tandem.record.log import BLOBS, EVENTS, GENESIS, read_head
@@ -46,10 +46,16 @@ def read(folder: Path) -> list[Envelope]:
     kept: list[Envelope] = []
     for envelope in read_all(folder):
         if isinstance(envelope.event, RunResumed):
-            keep = envelope.event.keep_sequence
-            kept = [each for each in kept if each.sequence <= keep or isinstance(each.event, RunResumed)]
+            kept = [each for each in kept if _stays(each, envelope.event)]
         kept.append(envelope)
     return kept
+
+
+def _stays(each: Envelope, resumed: RunResumed) -> bool:
+    """A checkpoint is told of while the steps after it run already; that it is there stays true."""
+    if isinstance(each.event, CheckpointSaved) and each.event.step <= resumed.step:
+        return True
+    return each.sequence <= resumed.keep_sequence or isinstance(each.event, RunResumed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.core.errors import EpisodeError
+from tandem.core.routes import Routes, missing
 from tandem.core.types import Episode, Message, ToolSpec, Trajectory, floats, ids, mask
 from tandem.text.render import Renderer
 
@@ -38,12 +39,18 @@ def assemble(episode: Episode, *, temperature: float) -> list[Trajectory]:
 
 def _branch(episode: Episode, path: Sequence[int], trained: set[int], temperature: float) -> Trajectory:
     token_ids, loss_mask, logprobs, versions = ids(), mask(), floats(), ids()
+    routes: Routes | None = None
+    width = next((turn.routes.width for number in path if (turn := episode.turns[number]).routes is not None), 0)
     for number in path:
         turn = episode.turns[number]
         if turn.prompt_ids[: len(token_ids)] != token_ids:
             raise EpisodeError(
                 f"episode {episode.id}: turn {number}'s prompt does not begin with the {len(token_ids)} ids before it"
             )
+        if width:  # the last token of the turn before was first read in this one
+            known = 0 if routes is None else len(routes)
+            end = len(turn.prompt_ids) + len(turn.completion_ids) - 1
+            routes = (turn.routes or missing(width, end)).rows(known, end).behind(routes)
         observed = len(turn.prompt_ids) - len(token_ids)
         token_ids.extend(turn.prompt_ids[len(token_ids) :])
         loss_mask.frombytes(bytes(observed))
@@ -62,6 +69,7 @@ def _branch(episode: Episode, path: Sequence[int], trained: set[int], temperatur
         versions=versions,
         num_prompt_tokens=len(episode.turns[path[0]].prompt_ids),
         temperature=temperature,
+        routes=None if routes is None else routes.rows(0, len(token_ids)),
     )
 
 

@@ -118,9 +118,7 @@ class RolloutDriver:
         as long as its episodes may take, which ``rollout.episode_time_s`` bounds; cancelling loses no group."""
         assert self._training is not None, "start() comes first"
         group = await self._training.get()
-        scored = [episode for episode in group.episodes if episode.reward is not None]
-        temperature = self._section.temperature
-        return group, tuple(each for episode in scored for each in assemble(episode, temperature=temperature))
+        return group, self.trajectories(group)
 
     def missing(self) -> list[str]:
         """Names of the groups and episodes that ``get`` waits for."""
@@ -142,15 +140,21 @@ class RolloutDriver:
         assert self._training is None
         self._resumed = state or None
 
-    # ---- evaluation
-    async def evaluate(
-        self, tasks: Sequence[Task], *, name: str, version: WeightVersion, temperature: float, samples: int = 1
-    ) -> list[Episode]:
-        """Run every task ``samples`` times; returns all episodes, failed ones included, by task and index.
-
-        ``name`` labels the events and must be new in the run; the draws depend on the run's seed and the task's
-        place alone, so that evaluations of one run can be compared.
-        """
+    # ---- groups on demand
+    async def make(
+        self,
+        tasks: Sequence[Task],
+        *,
+        name: str,
+        version: WeightVersion,
+        temperature: float,
+        samples: int = 1,
+        purpose: str = "",
+        seed_parts: tuple[object, ...] = (),
+    ) -> list[Group]:
+        """``samples`` episodes of every task, failed ones included, as groups in the order of the tasks. ``name`` leads
+        the ids of groups and must be new in the run; ``purpose`` (its default) labels their events; the draws hang on
+        the run's seed, ``seed_parts`` and the task's place alone."""
         if not tasks:
             return []
         rules = SchedulerRules(
@@ -165,17 +169,35 @@ class RolloutDriver:
         plan = LanePlan(
             task_at=lambda position: tasks[position],
             prefix=f"{name.replace(' ', '-')}-",  # an id is one word, to be pasted
-            purpose=name,
-            seed_parts=(self._seed, "eval"),
+            purpose=purpose or name,
+            seed_parts=(self._seed, *seed_parts),
         )
         lane = Lane(rules, plan, self._surroundings(temperature), version=version.number)
         self._lanes.append(lane)
         try:
             lane.start()
-            groups = [await self._next(lane, name) for _ in tasks]
+            return [await self._next(lane, name) for _ in tasks]
         finally:
             await lane.close()
             self._lanes.remove(lane)
+
+    def trajectories(self, group: Group, *, temperature: float | None = None) -> tuple[Trajectory, ...]:
+        """Those of each episode that has a reward, by index, sampled at ``temperature`` (default: the recipe's)."""
+        heat = self._section.temperature if temperature is None else temperature
+        scored = [episode for episode in group.episodes if episode.reward is not None]
+        return tuple(each for episode in scored for each in assemble(episode, temperature=heat))
+
+    async def evaluate(
+        self, tasks: Sequence[Task], *, name: str, version: WeightVersion, temperature: float, samples: int = 1
+    ) -> list[Episode]:
+        """Run every task ``samples`` times; returns all episodes, failed ones included, by task and index.
+
+        ``name`` labels the events and must be new in the run; the draws depend on the run's seed and the task's
+        place alone, so that evaluations of one run can be compared.
+        """
+        groups = await self.make(
+            tasks, name=name, version=version, temperature=temperature, samples=samples, seed_parts=("eval",)
+        )
         return [episode for group in groups for episode in group.episodes]
 
     async def _next(self, lane: Lane, name: str) -> Group:
@@ -193,7 +215,10 @@ class RolloutDriver:
             waiting.cancel()
 
     def _surroundings(self, temperature: float) -> Surroundings:
-        sampling = Sampling(temperature=temperature, top_p=self._section.top_p, top_k=self._section.top_k)
+        section = self._section
+        sampling = Sampling(
+            temperature=temperature, top_p=section.top_p, top_k=section.top_k, resumes=section.at_abort == "resume"
+        )
         return Surroundings(
             environment=self._environment,
             policy=Policy(self._engine, self._renderer, sampling),

@@ -146,6 +146,7 @@ async def _work(
     workflow = around.environment.workflow
     session = EpisodeSession(
         episode_id=attempt.episode_id,
+        group_id=attempt.group_id,
         task=attempt.task,
         limits=limits,
         seed=attempt.seed,

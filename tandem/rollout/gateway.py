@@ -27,11 +27,12 @@ class Gateway(Protocol):
         self,
         episode_id: str,
         *,
+        group: str,
         params: SamplingParams,
         seed: int,
         limits: Limits,
         on_turn: Callable[[Turn, int], None],
     ) -> AbstractAsyncContextManager[Served]:
-        """Serve one episode. ``params`` are what every request is sampled with, ``on_turn`` hears each answer and how
-        many of its prompt's tokens were cached."""
+        """Serve one episode; the requests of one ``group`` share one line of the engine. ``params`` are what every
+        request is sampled with, ``on_turn`` hears each answer and how many of its prompt's tokens were cached."""
         ...

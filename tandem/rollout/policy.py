@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tandem.core.errors import EngineError, PromptTooLong, boundary
+from tandem.core.errors import EngineError, PromptTooLong, RequestAborted, boundary
 from tandem.core.protocols import TokenEngine
-from tandem.core.types import FinishReason, GenerateRequest, Ids, SamplingParams, ToolSpec, Turn
+from tandem.core.resume import resumed
+from tandem.core.types import Completion, FinishReason, GenerateRequest, Ids, SamplingParams, ToolSpec, Turn
 from tandem.text.render import Renderer
 
 
@@ -23,6 +24,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    resumes: bool = True  # a turn that was given up for new weights goes on under them; else its episode fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +52,15 @@ class Policy:
         seed: int,
         max_tokens: int,
         max_context_tokens: int,
+        group: str = "",
     ) -> Reply:
         """Let the model continue ``prompt_ids`` by at most ``max_tokens``, or to the end of the context. ``tools``
-        are those that the prompt offers.
+        are those that the prompt offers; the turns of one ``group`` share one line of the engine.
 
         Raises:
             PromptTooLong: there is no room for one token.
-            EngineError: the engine failed or gave the request up.
+            RequestAborted: the engine gave it up for new weights, and it is not to go on.
+            EngineError: the engine failed, or somebody aborted the request.
         """
         room = max_context_tokens - len(prompt_ids)
         if room < 1:
@@ -72,12 +76,8 @@ class Policy:
             stop_token_ids=self.renderer.stop_token_ids,
         )
         start = time.perf_counter()
-        with boundary(EngineError, f"request {request_id}"):
-            completion = await self._engine.generate(
-                GenerateRequest(id=request_id, prompt_ids=prompt_ids, params=params, seed=seed)
-            )
-        if completion.finish_reason is FinishReason.ABORT:
-            raise EngineError(f"request {request_id} was aborted by the engine")
+        request = GenerateRequest(id=request_id, prompt_ids=prompt_ids, params=params, seed=seed, group=group)
+        completion = await self._complete(request)
         parsed = self.renderer.parse(completion.token_ids, tools)
         called = bool(parsed.message.tool_calls)
         turn = Turn(
@@ -89,5 +89,19 @@ class Policy:
             finish_reason=FinishReason.TOOL_CALLS if called else completion.finish_reason,
             tool_results=parsed.failures,
             model_s=time.perf_counter() - start,
+            routes=completion.routes,
         )
         return Reply(turn=turn, num_cached_tokens=completion.num_cached_tokens)
+
+    async def _complete(self, request: GenerateRequest) -> Completion:
+        with boundary(EngineError, f"request {request.id}"):
+            completion = first = await self._engine.generate(request)
+            while (again := resumed(request, completion, version=self._engine.stats().version)) is not None:
+                if not self.sampling.resumes:
+                    raise RequestAborted(
+                        f"request {request.id}: given up after {len(completion.token_ids)} tokens, for new weights"
+                    )
+                completion = await self._engine.generate(again)
+        if completion.finish_reason is FinishReason.ABORT:
+            raise EngineError(f"request {request.id} was aborted by the engine")
+        return replace(completion, num_cached_tokens=first.num_cached_tokens)

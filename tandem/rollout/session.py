@@ -41,6 +41,7 @@ class EpisodeSession:
         self,
         *,
         episode_id: str,
+        group_id: str,
         task: Task,
         limits: Limits,
         seed: int,
@@ -56,6 +57,7 @@ class EpisodeSession:
         self.turns: list[Turn] = []
         self.last_event = cause
         self._episode_id = episode_id
+        self._group_id = group_id
         self._seed = seed
         self._policy = policy
         self._tools = {tool.spec.name: tool for tool in tools}
@@ -88,6 +90,7 @@ class EpisodeSession:
                 seed=derive_seed(self._seed, number),
                 max_tokens=self.limits.max_turn_tokens,
                 max_context_tokens=self.limits.max_context_tokens,
+                group=self._group_id,
             )
         except PromptTooLong as error:
             if self._reply is not None:
@@ -110,7 +113,12 @@ class EpisodeSession:
             top_k=sampling.top_k,
         )
         async with self._gateway.serve(
-            self._episode_id, params=params, seed=self._seed, limits=self.limits, on_turn=self._took
+            self._episode_id,
+            group=self._group_id,
+            params=params,
+            seed=self._seed,
+            limits=self.limits,
+            on_turn=self._took,
         ) as served:
             try:
                 yield served.endpoint

@@ -26,6 +26,7 @@ class Ability(StrEnum):
     PORTS = "ports"  # the host connects to ports in the box
     IMAGES = "images"  # roots made of layers, not only the host template
     USAGE = "usage"
+    FILE_STREAMS = "file_streams"  # file operations as long-lived commands, of any user: large files, watching folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ OFFERS: Mapping[str, Offer] = {
     ),
     "gvisor": Offer(
         target="tandem.sandbox.backends.gvisor:make", isolation=Isolation.USER_KERNEL,
-        abilities=frozenset({A.PAUSE, A.LIVE_SNAPSHOT, A.LIVE_FORK, A.PROCESSES, A.TERMINAL, A.USAGE}),
+        abilities=frozenset({A.PAUSE, A.LIVE_SNAPSHOT, A.LIVE_FORK, A.PROCESSES, A.TERMINAL, A.USAGE,
+                             A.FILE_STREAMS, A.SNAPSHOT, A.IMAGES}),
     ),
     "remote": Offer(
         target="tandem.sandbox.backends.remote:make", isolation=None,

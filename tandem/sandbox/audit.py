@@ -1,8 +1,9 @@
 """The audit log of a server: every action of its API and every connection that a box tried, in one chain.
 
-Owns: ``audit.jsonl`` (each line holds the digest of the line before) and ``audit.head`` beside it (how many lines
-there are and the digest of the last), so that a changed, removed or added line is found, and a lost end too. Whoever
-can write both files can make a new history: to rule that out keep a head elsewhere and give it to ``verify``.
+Owns: ``audit.jsonl`` (each line holds the digest of the line before, and of its own content) and ``audit.head`` beside
+it (how many lines there are and the digest of the last), so that a changed, removed or added line is found, and a lost
+end too. Whoever can write both files can make a new history: to rule that out keep a head elsewhere and give it to
+``verify``.
 Refuses: to go on behind a broken end. Invariants: a line is with the system before the action begins, so that a
 killed server loses none; the head is never ahead of the lines.
 """
@@ -27,8 +28,9 @@ HEAD_BYTES = 160  # one write of one size: no reader sees half of it
 
 
 class AuditLine(msgspec.Struct, frozen=True, kw_only=True):
-    """``actor`` is who asked (a key's name, ``deadline``, a box for its own connections); '' is the program that
-    owns the manager."""
+    """``actor`` is who asked (a key's name and its client's address, ``deadline``, a box for its own connections); ''
+    is the program that owns the manager. ``own`` is the digest of the line without it: it names the very record that
+    was changed ('' in lines of before there was one)."""
 
     sequence: int
     time: float
@@ -37,6 +39,11 @@ class AuditLine(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
     actor: str = ""
     detail: dict[str, str] = {}
+    own: str = ""
+
+    def content(self) -> str:
+        """What ``own`` must be."""
+        return digest(msgspec.json.encode(msgspec.structs.replace(self, own="")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +82,11 @@ class AuditLog:
         Raises:
             RecordError: it cannot be written; then the action must not happen.
         """
-        line = msgspec.json.encode(AuditLine(
+        record = AuditLine(
             sequence=self._sequence, time=now(), previous=self._previous, action=action, subject=storable(subject),
             actor=storable(actor), detail={key: storable(value) for key, value in detail.items() if value},
-        ))
+        )
+        line = msgspec.json.encode(msgspec.structs.replace(record, own=record.content()))
         data = line + b"\n"
         if self._file < 0:
             raise RecordError(f"{self._path} is closed")
@@ -167,6 +175,8 @@ def _problem(line: bytes, raw: bytes, sequence: int, previous: str) -> str:
         record = msgspec.json.decode(line, type=AuditLine)
     except msgspec.DecodeError as error:
         return f"it is no record: {error}"
+    if record.own and record.own != record.content():
+        return "it was changed after it was written"
     if record.sequence != sequence:
         return f"it says that it is number {record.sequence}"
     if record.previous != previous:

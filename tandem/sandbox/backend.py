@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 from tandem.core.boxes import Isolation, NetworkPolicy, SandboxSpec
 from tandem.sandbox.abilities import Ability
 from tandem.sandbox.network.attempts import Tell
+from tandem.sandbox.network.budget import Budget
 
 HOME = "/home/agent"
 
@@ -31,6 +32,10 @@ class CallKind(StrEnum):
     MAKE_FOLDER = "m"
     MOVE = "v"  # arguments: from, to
     REMOVE = "d"  # with all below
+    # only as a long-lived command, which ends with an errno as its code
+    READ_PARTS = "R"  # for each byte on stdin the next MiB of the file
+    WATCH = "i"  # arguments: folder, "1" for all below. On stdout a letter, a path and a NUL: k (it watches from now
+    # on), then c (created or moved here), w (written), d (removed), m (moved away), a (attributes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +82,11 @@ class Terminal:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """A command that outlives the call that starts it. ``timeout_s`` is the life of its whole process group; None:
-    until it ends or the box does. ``user`` is ``agent`` or ``root`` (root of the box, never of the host)."""
+    until it ends or the box does. ``user`` is ``agent``, ``root`` (of the box, never of the host), or
+    numbers of the box: ``UID:GID`` and its other groups after further colons (``users`` finds a name's). A ``kind``
+    other than ``RUN`` is a file operation as such a command, for ``Ability.FILE_STREAMS``."""
 
+    kind: CallKind = CallKind.RUN
     arguments: Sequence[str]
     folder: str = HOME
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -235,9 +243,10 @@ class Box(Protocol):
         each. Raises SandboxUnavailable when this box cannot be forked live, saying why."""
         ...
 
-    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
+    async def set_network(self, policy: NetworkPolicy, tell: Tell, budget: Budget | None = None) -> None:
         """What the box may reach from now on, running or paused; connections that it forbids now are cut. A box has
-        no network until then. ``tell`` hears of every attempt to reach something.
+        no network until then. ``tell`` hears of every attempt to reach something; ``budget`` counts what passes
+        (None: from 0).
 
         Raises:
             ConfigError: a rule is none. SandboxError: something in the box has the proxy's port.

@@ -6,11 +6,12 @@ no box is left that no record knows.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tandem.core.boxes import SandboxSpec, SandboxState
@@ -20,6 +21,7 @@ from tandem.core.protocols import EventSink
 from tandem.sandbox.abilities import Ability, refuse
 from tandem.sandbox.backend import Box, Root
 from tandem.sandbox.entry import Entry
+from tandem.sandbox.leases import Templates
 from tandem.sandbox.pool import Pool
 from tandem.sandbox.reach import Reach
 from tandem.sandbox.records import BoxRecord, Child, Life, now
@@ -27,8 +29,6 @@ from tandem.sandbox.session import Session
 from tandem.sandbox.snapshot import Snapshots
 from tandem.sandbox.table import Table
 from tandem.sandbox.transitions import Transitions
-
-Templates = Callable[[str], Awaitable[Root | None]]
 
 
 class Note(Protocol):
@@ -53,30 +53,51 @@ class Births:
     _prefix: str = field(default_factory=lambda: secrets.token_hex(3))
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    async def create(self, spec: SandboxSpec, life: Life, snapshot: str, root: Root | None) -> Session:
+    async def create(
+        self, spec: SandboxSpec, life: Life, snapshot: str, root: Root | None, actor: str = ""
+    ) -> Session:
         """One box. Raises as the manager's ``create``."""
         sandbox_id = self._next_id()
         started = time.monotonic()
         record = self._record(sandbox_id, spec, life)
-        self.note("create", sandbox_id, template=spec.template, snapshot=snapshot)
+        self.note("create", sandbox_id, actor, template=spec.template, snapshot=snapshot)
         self.table.insert(record)
-        try:
-            if snapshot:
-                box, parent = await self._from_snapshot(sandbox_id, spec, snapshot)
-            else:
-                if root is None and self.templates is not None:
-                    root = await self.templates(spec.template)
-                box = await (self.pool.lease(spec) if root is None else self.transitions.make(spec, root=root))
-                parent = ""
-            if self.closed():
-                await box.kill()
-                raise SandboxError("the sandbox manager was closed")
-        except TandemError as error:
-            self.table.remove(sandbox_id)
-            await self.snapshots.drop_all(sandbox_id)
-            self.sink.emit(SandboxFailed(sandbox_id=sandbox_id, error=type(error).__name__, detail=error.message))
-            raise
-        return await self._arrived(record, box, parent, time.monotonic() - started)
+        with contextlib.ExitStack() as held:  # until the box is entered, which holds what it stands on
+            lease = None
+            try:
+                if not snapshot and root is None and self.templates is not None:
+                    lease = await self.templates.lend(spec.template)
+                if lease is not None:
+                    held.callback(lease.release)
+                    root = lease.root
+                box, parent = await self._made(sandbox_id, spec, snapshot, root)
+                if self.closed():
+                    await box.kill()
+                    raise SandboxError("the sandbox manager was closed")
+            except TandemError as error:
+                self.table.remove(sandbox_id)
+                await self.snapshots.drop_all(sandbox_id)
+                self.sink.emit(SandboxFailed(sandbox_id=sandbox_id, error=type(error).__name__, detail=error.message))
+                raise
+            session = await self._arrived(record, box, parent, time.monotonic() - started)
+        if lease is not None:
+            try:
+                await lease.starting.run(session, lease.root)
+            except BaseException as error:
+                await session.kill()
+                if isinstance(error, TandemError):
+                    detail = error.message
+                    self.sink.emit(SandboxFailed(sandbox_id=sandbox_id, error=type(error).__name__, detail=detail))
+                raise
+        return session
+
+    async def _made(
+        self, sandbox_id: str, spec: SandboxSpec, snapshot: str, root: Root | None
+    ) -> tuple[Box, str]:
+        """A box and the snapshot that it stands on ('' for none)."""
+        if snapshot:
+            return await self._from_snapshot(sandbox_id, spec, snapshot)
+        return await (self.pool.lease(spec) if root is None else self.transitions.make(spec, root=root)), ""
 
     async def _arrived(self, record: BoxRecord, box: Box, parent: str, create_s: float) -> Session:
         """A box that was just made becomes one of ours."""
@@ -114,12 +135,16 @@ class Births:
             metadata=parent.metadata,
         )
         ids = [self._next_id() for _ in range(num_children)]
-        records = [self._record(each, parent.spec, life) for each in ids]
+        records = [self._record(each, replace(parent.spec, hostname=entry.child_hostname()), life) for each in ids]
         started, specs, snapshot_id = time.monotonic(), [record.spec for record in records], ""
         try:
             for record in records:
                 self.table.insert(record)
             if live:
+                if parent.parent and self.snapshots.has(parent.parent):  # they stand on it, too
+                    snapshot_id = parent.parent
+                    for each in ids:
+                        self.snapshots.hold(snapshot_id, each)
                 boxes = await self.transitions.fork_live(entry, specs)
             else:
                 snapshot_id, boxes = await self.transitions.fork_files(entry, specs, ids)

@@ -17,12 +17,14 @@ from tandem.core.boxes import SandboxState
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
 from tandem.sandbox.backend import Box
 from tandem.sandbox.lifecycle import ENDING
+from tandem.sandbox.network.budget import Budget
 from tandem.sandbox.records import BoxRecord, LogLine, now
 from tandem.sandbox.session import Session
 from tandem.sandbox.table import Table
 
 TURN_TIMEOUT_S = 60.0
 LOG_LINES = 1000
+HOSTNAME_CHARACTERS = 63
 
 
 class Entry:
@@ -30,7 +32,9 @@ class Entry:
         self.record = record
         self.session = session
         self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
+        self.budget = Budget(record.network_bytes, lambda used: self.change(network_bytes=used))
         self.timer: asyncio.TimerHandle | None = None
+        self._num_children = 0
         self._table = table
         self._turn = asyncio.Lock()
 
@@ -53,6 +57,12 @@ class Entry:
             what = f"sandbox {self.id} is paused with its files only: no process of it exists"
             raise SandboxUnavailable(what, hint="resume it first")
         return self.session.box
+
+    def child_hostname(self) -> str:
+        """A host name that no child before had. It counts, so that a run that is repeated has the same ones."""
+        self._num_children += 1
+        number = f"-{self._num_children}"
+        return self.record.spec.hostname[: HOSTNAME_CHARACTERS - len(number)] + number
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -154,13 +154,9 @@ class Opening:
 @contextlib.asynccontextmanager
 async def _manager(spec: SandboxSpec, state: Path | None) -> AsyncIterator[SandboxManager]:
     library = None if spec.template == "host" else ImageLibrary()
-    manager = SandboxManager(
-        SandboxSection(warm=0), NowhereSink(), state=state, templates=None if library is None else library.root
-    )
+    manager = SandboxManager(SandboxSection(warm=0), NowhereSink(), state=state, templates=library)
     try:
         await manager.open()
         yield manager
     finally:
         await manager.close()
-        if library is not None:
-            library.close()

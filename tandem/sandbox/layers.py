@@ -1,8 +1,9 @@
 """Layers of snapshots between a backend and the store: packed to blobs, and made into something to mount again.
 
-Owns: the folder of layers made ready (a cache: all of it can be made again from the store), scratch space, and which
-blobs are in use by a snapshot that is not in the table yet. Invariants: a blob that a snapshot names or is about to
-name is never deleted; a layer in the cache is whole.
+Owns: the folder of layers made ready (a cache: all of it can be made again from the store), scratch space, which
+blobs are in use by a snapshot that is not in the table yet, and that no snapshot stands on a long chain of layers of
+its own: beyond the bound they are kept as one. Invariants: a blob that a snapshot names or is about to name is never
+deleted; a layer in the cache is whole.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,18 +23,26 @@ import msgspec
 from tandem.core.errors import SnapshotMissing
 from tandem.sandbox.archive import pack, unpack
 from tandem.sandbox.backend import Frozen, Layer, LayerKind, Root
+from tandem.sandbox.backends.merge import MERGE_AT, merge_layers
 from tandem.sandbox.records import SnapshotRecord, StoredLayer
 from tandem.sandbox.store import BlobStore, file_digest, storage_error
 
 BLOB = re.compile(r"[0-9a-f]{64}(\.new)?")
+MOST_REMEMBERED = 1000  # chains that were merged: whose result is known
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LayerKeeper:
     """``named`` tells which blobs snapshots name now."""
 
-    def __init__(self, store: BlobStore, folder: Path, named: Callable[[], set[str]]) -> None:
+    def __init__(
+        self, store: BlobStore, folder: Path, named: Callable[[], set[str]], *, most_layers: int = MERGE_AT
+    ) -> None:
+        """``most_layers`` of its own has a snapshot; what its image brought is not counted."""
         self._store = store
+        self._place = folder
+        self._most_layers = most_layers
+        self._merged: dict[tuple[str, ...], str] = {}
         self._ready, self._scratch = folder / "layers", folder / "scratch"
         self._named = named
         self._reserved: Counter[str] = Counter()
@@ -60,7 +70,8 @@ class LayerKeeper:
                     blob, num_bytes = await self._put_folder(scratch, mine)
                     layers = (StoredLayer(kind="live", blob=blob, num_bytes=num_bytes),)
                 else:
-                    layers = tuple([await self._put(layer, scratch, mine) for layer in root.layers])
+                    chain = await self._shortened(root.layers, scratch, mine)
+                    layers = tuple([await self._put(layer, scratch, mine) for layer in chain])
             except OSError as error:
                 raise storage_error(f"snapshot {record.id} cannot be written", error) from error
             finally:
@@ -98,6 +109,51 @@ class LayerKeeper:
         """``discard`` of everything there is; for what killed processes left."""
         found = {path.name for path in self._ready.iterdir()} | await asyncio.to_thread(self._store.names)
         return await self.discard(name for name in found if BLOB.fullmatch(name))
+
+    async def _shortened(self, layers: Sequence[Layer], scratch: Path, mine: list[str]) -> Sequence[Layer]:
+        """The same files in no more layers than the bound. Those that are stored already become one first: the next
+        snapshot on them finds that one; only if this is not enough, all do."""
+        count = next((at for at, layer in enumerate(layers) if not self._is_own(layer, scratch)), len(layers))
+        if count <= self._most_layers:
+            return layers
+        own, below = list(layers[:count]), layers[count:]
+        fresh = next((at for at, layer in enumerate(own) if self._blob_of(layer.path)), count)
+        stored = [self._blob_of(layer.path) for layer in own[fresh:]]
+        await self._reserve(stored, mine)  # none of them goes while it is read
+        if len(stored) > 1:
+            own[fresh:] = [await self._one_of_stored(stored, mine)]
+        if len(own) > self._most_layers:
+            own = [await self._one_of([layer.path for layer in own], scratch / "merged")]
+        return [*own, *below]
+
+    def _is_own(self, layer: Layer, scratch: Path) -> bool:
+        return layer.kind is LayerKind.FOLDER and (
+            layer.path.is_relative_to(scratch) or layer.path.is_relative_to(self._ready)
+        )
+
+    async def _one_of_stored(self, blobs: list[str], mine: list[str]) -> Layer:
+        if known := self._merged.get(tuple(blobs)):
+            await self._reserve([known], mine)
+            if (self._ready / known).exists() and await asyncio.to_thread(self._store.has, known):
+                return Layer(path=self._ready / known)
+        folders = [await self._folder(blob) for blob in blobs]
+        made = await self._one_of(folders, self._scratch / f"merged-{secrets.token_hex(8)}")
+        try:
+            blob, _ = await self._put_folder(made.path, mine)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, made.path, True)
+        if len(self._merged) >= MOST_REMEMBERED:
+            self._merged.clear()
+        self._merged[tuple(blobs)] = blob
+        return Layer(path=await self._folder(blob))
+
+    async def _one_of(self, folders: list[Path], target: Path) -> Layer:
+        """Hard links: nothing is copied."""
+        place = self._place
+        names = [str(folder.relative_to(place)) for folder in folders]
+        device = place.stat().st_dev
+        await asyncio.to_thread(merge_layers, str(place), names, str(target.relative_to(place)), device=device)
+        return Layer(path=target)
 
     async def _put(self, layer: Layer, scratch: Path, mine: list[str]) -> StoredLayer:
         blob = self._blob_of(layer.path)

@@ -9,30 +9,33 @@ Refuses: to create after ``close``. Invariant: a box is in the table from before
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
 
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import Isolation, NetworkPolicy, SandboxLimits, SandboxSpec, SandboxState
 from tandem.core.errors import (
+    ConfigError,
     SandboxError,
     SandboxGone,
     SandboxUnavailable,
     TandemError,
 )
-from tandem.core.events import SandboxFailed, SandboxKilled
+from tandem.core.events import SandboxFailed, SandboxKilled, SandboxRefused
 from tandem.core.protocols import EventSink
 from tandem.sandbox.abilities import Ability, refuse
 from tandem.sandbox.audit import AuditLog
 from tandem.sandbox.backend import Box, Root, SandboxBackend, Usage
-from tandem.sandbox.births import Births, Templates
+from tandem.sandbox.births import Births
 from tandem.sandbox.deadlines import Deadlines
 from tandem.sandbox.entry import Entry
 from tandem.sandbox.factory import make_backend
+from tandem.sandbox.leases import Leases, Rooted, Templates, paths_of
+from tandem.sandbox.listing import PAGE_BOXES, page_of
 from tandem.sandbox.network.attempts import Attempt
 from tandem.sandbox.network.policy import check
+from tandem.sandbox.network.refusal import Refused
 from tandem.sandbox.pool import Pool
 from tandem.sandbox.reach import Bound, Reach, unbounded
 from tandem.sandbox.records import (
@@ -50,22 +53,26 @@ from tandem.sandbox.session import Session
 from tandem.sandbox.snapshot import Snapshots
 from tandem.sandbox.store import BlobStore
 from tandem.sandbox.table import MemoryTable, SqliteTable
+from tandem.sandbox.tasks import Tasks
 from tandem.sandbox.transitions import Transitions
 
 MOST_CHILDREN = 100
-PAGE_BOXES = 100
 WARM_SPECS = 4  # a server keeps boxes warm for the last few that were asked for
-T = TypeVar("T")
 
 
 def spec_of(section: SandboxSection) -> SandboxSpec:
-    """The box that the recipe describes. Raises ConfigError for a network rule that is none."""
+    """The box that the recipe describes. Raises ConfigError for a network rule that is none, naming its key."""
     network = section.network
+    for key, rules in (("allow", network.allow), ("deny", network.deny)):
+        try:
+            check(NetworkPolicy(allow=rules))
+        except ConfigError as error:
+            raise ConfigError(f"sandbox.network.{key}: {error.message}", hint=error.hint) from None
     return SandboxSpec(
-        network=check(NetworkPolicy(
+        network=NetworkPolicy(
             internet=network.internet, allow=network.allow, deny=network.deny, private=network.allow,
             connections=network.connections, total_bytes=network.total_mb * 2**20,
-        )),
+        ),
         template=section.template,
         limits=SandboxLimits(
             memory_bytes=section.memory_mb * 2**20,
@@ -99,9 +106,9 @@ class SandboxManager:
         bound: Bound = unbounded,
     ) -> None:
         """``state``: the folder of what outlives the process; then call ``open`` first. ``store``: where durable
-        snapshots go, a folder or any URL of fsspec ('': in the state folder). ``templates`` gives the root of a
-        template by name, None for the backend's own. ``bound`` makes of the network policy that is asked for the one
-        that a box gets.
+        snapshots go, a folder or any URL of fsspec ('': in the state folder). ``templates`` lends what boxes
+        start from; None: there are the backend's own only. ``bound`` makes of the network policy that is asked for the
+        one that a box gets.
 
         Raises:
             SandboxError: another server has the folder. RecordError: it cannot be read.
@@ -110,26 +117,29 @@ class SandboxManager:
         self._sink = sink
         self._backend = backend or make_backend(section)
         self._pool = Pool(self._make, size=section.warm, num_specs=1 if state is None else WARM_SPECS)
+        # A backend without images has templates of its own, under its own names.
+        self._templates = templates if Ability.IMAGES in self._backend.abilities else None
+        self._leases = Leases(self._freed)
         self._table = MemoryTable() if state is None else SqliteTable(state)
         if state is not None:
             blobs = BlobStore(store or str(state / "blobs"))
-            self.snapshots = Snapshots(self._table, blobs, state)
+            self.snapshots = Snapshots(self._table, blobs, state, self._leases)
         else:
-            self.snapshots = Snapshots(self._table)
+            self.snapshots = Snapshots(self._table, leases=self._leases)
         self.audit = None if state is None else AuditLog(state / "audit")
         self._reach = Reach(backend=self._backend, bound=bound, note=self._note_network)
         self._transitions = Transitions(
             backend=self._backend, snapshots=self.snapshots, sink=sink, create_timeout_s=section.create_timeout_s,
             reach=self._reach,
         )
-        self._deadlines = Deadlines(transitions=self._transitions, sink=sink, note=self._note, own=self._own)
+        self._tasks = Tasks()
+        self._deadlines = Deadlines(transitions=self._transitions, sink=sink, note=self._note, own=self._tasks.own)
         self._births = Births(
             table=self._table, snapshots=self.snapshots, transitions=self._transitions, pool=self._pool,
-            templates=templates, sink=sink, enter=self._enter, reach=self._reach, watch=self._deadlines.watch,
+            templates=self._templates, sink=sink, enter=self._enter, reach=self._reach, watch=self._deadlines.watch,
             note=self._note, closed=lambda: self._closed,
         )
         self._entries: dict[str, Entry] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     # ---- the manager's own life
@@ -168,8 +178,13 @@ class SandboxManager:
         """
         try:
             self._reach.require(spec)
-            box = await self._make(spec)
-            await box.kill()
+            lease = await self._templates.lend(spec.template) if self._templates is not None else None
+            try:
+                box = await self._transitions.make(spec, root=lease.root) if lease else await self._make(spec)
+                await box.kill()
+            finally:
+                if lease:
+                    lease.release()
         except SandboxUnavailable:
             raise
         except SandboxError as error:
@@ -180,9 +195,9 @@ class SandboxManager:
         self._closed = True
         await self._pool.close()
         for entry in list(self._entries.values()):
-            self._own(entry.session.kill())
+            self._tasks.own(entry.session.kill())
         await self._backend.close()
-        await self._settled()
+        await self._tasks.settled()
         await self.snapshots.close()
         self._shut()
 
@@ -191,10 +206,13 @@ class SandboxManager:
         the backend's boxes cannot outlive it, as ``close``."""
         self._closed = True
         await self._pool.close()
-        await self._settled()
+        await self._tasks.settled()
         for entry in self._entries.values():
             entry.stop_timer()
         await self._backend.leave()
+        for entry in self._entries.values():
+            with suppress(Refused):  # then it stays counted a step too high
+                entry.budget.settle()
         await self.snapshots.close()
         self._note("leave")
         self._shut()
@@ -202,7 +220,8 @@ class SandboxManager:
     # ---- boxes
 
     async def create(
-        self, spec: SandboxSpec, *, life: Life | None = None, snapshot: str = "", root: Root | None = None
+        self, spec: SandboxSpec, *, life: Life | None = None, snapshot: str = "", root: Root | None = None,
+        actor: str = "",
     ) -> Session:
         """A running box: from the spec's template, from a ``snapshot`` (id or name), or from a ``root``.
 
@@ -212,7 +231,7 @@ class SandboxManager:
         if self._closed:
             raise SandboxError("the sandbox manager is closed")
         self._reach.require(spec)
-        return await self._finish(self._births.create(spec, life or Life(), snapshot, root))
+        return await self._tasks.finish(self._births.create(spec, life or Life(), snapshot, root, actor))
 
     def get(self, sandbox_id: str) -> BoxRecord:
         """What is known of a box now."""
@@ -233,17 +252,8 @@ class SandboxManager:
     ) -> Page:
         """Boxes whose metadata has all these pairs, and which are in one of ``states`` (empty: any), oldest first;
         ``after`` is the ``next`` of the page before."""
-        wanted = dict(metadata or {})
-        found = sorted(
-            (entry.record for entry in self._entries.values()
-             if wanted.items() <= entry.record.metadata.items() and (not states or entry.record.state in states)),
-            key=_place,
-        )
-        if after:
-            found = [record for record in found if _place(record) > _place_of(after)]
-        page = found[:max(1, limit)]
-        more = len(found) > len(page)
-        return Page(boxes=page, next=f"{page[-1].created_at!r}/{page[-1].id}" if more else "")
+        records = (entry.record for entry in self._entries.values())
+        return page_of(records, metadata=metadata or {}, states=states, limit=limit, after=after)
 
     async def kill(self, sandbox_id: str, *, actor: str = "") -> bool:
         """From every state; returns when nothing of the box is left. False: there is no such box (any more)."""
@@ -251,14 +261,14 @@ class SandboxManager:
         if entry is None:
             return False
         self._note("kill", sandbox_id, actor)
-        await self._finish(self._kill(entry))
+        await self._tasks.finish(self._kill(entry))
         return True
 
     async def pause(self, sandbox_id: str, *, mode: PauseMode = PauseMode.WARM, actor: str = "") -> bool:
         """Its processes stand still, its deadline no longer counts. False: it was paused already."""
         entry = self._entry(sandbox_id)
         self._note("pause", sandbox_id, actor, mode=mode.value)
-        done = await self._finish(self._transitions.pause(entry, mode))
+        done = await self._tasks.finish(self._transitions.pause(entry, mode))
         entry.stop_timer()
         return done
 
@@ -267,7 +277,7 @@ class SandboxManager:
         changed (``set_timeout`` and ``refresh`` change deadlines)."""
         entry = self._entry(sandbox_id)
         self._note("resume", sandbox_id, actor)
-        done = await self._finish(self._transitions.resume(entry, lifetime_s))
+        done = await self._tasks.finish(self._transitions.resume(entry, lifetime_s))
         if done:
             self._deadlines.watch(entry)
         return done
@@ -285,7 +295,7 @@ class SandboxManager:
             raise ValueError(f"a fork has 1 to {MOST_CHILDREN} children, not {num_children}")
         entry = self._entry(sandbox_id)
         self._note("fork", sandbox_id, actor, children=str(num_children), live=str(live))
-        return await self._finish(self._births.fork(entry, num_children, live, life))
+        return await self._tasks.finish(self._births.fork(entry, num_children, live, life))
 
     async def snapshot(
         self, sandbox_id: str, *, name: str = "", live: bool = False, durable: bool | None = None, actor: str = ""
@@ -299,12 +309,12 @@ class SandboxManager:
         entry = self._entry(sandbox_id)
         self._note("snapshot", sandbox_id, actor, name=name)
         durable = self.snapshots.can_keep if durable is None else durable
-        return await self._finish(self._transitions.snapshot(entry, name=name, live=live, durable=durable))
+        return await self._tasks.finish(self._transitions.snapshot(entry, name=name, live=live, durable=durable))
 
     async def delete_snapshot(self, snapshot: str, *, actor: str = "") -> bool:
         """Boxes that stand on it go on. False: it was deleted already. Raises SnapshotMissing."""
         self._note("delete snapshot", snapshot, actor)
-        return await self._finish(self.snapshots.delete(snapshot))
+        return await self._tasks.finish(self.snapshots.delete(snapshot))
 
     def set_timeout(self, sandbox_id: str, lifetime_s: float, *, actor: str = "") -> None:
         """The box ends (or pauses) this many seconds from now, earlier or later than before. Of a paused box: how
@@ -332,7 +342,7 @@ class SandboxManager:
         check(policy)
         self._note("network", sandbox_id, actor, internet=str(policy.internet), allow=" ".join(policy.allow),
                    deny=" ".join(policy.deny))
-        await self._finish(self._reach.change(entry, policy))
+        await self._tasks.finish(self._reach.change(entry, policy))
 
     async def usage(self, sandbox_id: str) -> Usage:
         """What the box costs now; nothing is known of one whose processes are gone."""
@@ -354,6 +364,10 @@ class SandboxManager:
 
     def _note_network(self, sandbox_id: str, attempt: Attempt) -> None:
         """Raises RecordError; then the connection is not made."""
+        if not attempt.allowed:
+            self._sink.emit(SandboxRefused(
+                sandbox_id=sandbox_id, target=attempt.target, why=attempt.why, suppressed=attempt.suppressed
+            ))
         self._note("connect", sandbox_id, sandbox_id, allowed=str(attempt.allowed), target=attempt.target,
                    why=attempt.why, suppressed=str(attempt.suppressed or ""))
 
@@ -375,6 +389,11 @@ class SandboxManager:
             on_kill=begin_kill, paused=record.state is SandboxState.PAUSED,
         )
         entry = self._entries[record.id] = Entry(record, session, self._table)
+        if isinstance(box, Rooted):
+            try:
+                self._leases.hold(record.id, paths_of(box.root))
+            except SandboxError as error:  # it was removed while no server was there
+                entry.say("error", f"it runs on, but cannot be forked any more: {error.message}")
         return entry
 
     async def _make(self, spec: SandboxSpec) -> Box:
@@ -386,32 +405,14 @@ class SandboxManager:
             raise SandboxGone(f"there is no sandbox {sandbox_id!r}", hint="it ended, or never was; create a new one")
         return entry
 
-    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it to its end, also when the caller is cancelled."""
-        return await asyncio.shield(self._own(work))
-
-    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._disown)
-        return task
-
-    def _disown(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # told to the caller, or written in the box's log
-
-    async def _settled(self) -> None:
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def _ended(self, session: Session, lost: str) -> None:
         """``lost`` says how a box ended that nobody killed."""
         entry = self._entries.pop(session.id, None)
         if entry is None:
             return
         entry.forget()
-        self._own(self.snapshots.drop_all(session.id))
+        self._leases.drop(session.id)
+        self._tasks.own(self.snapshots.drop_all(session.id))
         if lost:
             self._note("lost", session.id, why=lost)
             self._sink.emit(SandboxFailed(sandbox_id=session.id, error="SandboxGone", detail=lost))
@@ -422,19 +423,14 @@ class SandboxManager:
         if self.audit is not None:
             self.audit.append(action, subject=subject, actor=actor, **detail)
 
+    def _freed(self) -> None:
+        """A layer of an image is used no more."""
+        if self._templates is not None and not self._closed:
+            self._tasks.own(self._templates.tidy())
+
     def _shut(self) -> None:
+        self._leases.close()
         self._table.close()
         if self.audit is not None:
             self.audit.close()
 
-
-def _place(record: BoxRecord) -> tuple[float, str]:
-    return record.created_at, record.id
-
-
-def _place_of(token: str) -> tuple[float, str]:
-    created_at, _, sandbox_id = token.partition("/")
-    try:
-        return float(created_at), sandbox_id
-    except ValueError:
-        raise ValueError(f"{token!r} is no page of a list") from None

@@ -22,6 +22,7 @@ from tandem.sandbox.backends.cgroups import CONTROLLERS, Cgroups
 from tandem.sandbox.backends.live_fork import obstacle
 from tandem.sandbox.backends.mounts import Mounts, MountWay
 from tandem.sandbox.backends.namespace import NamespaceBackend, may_map_ranges
+from tandem.sandbox.backends.paging import has_swap, swap_free
 from tandem.sandbox.backends.remote import INSTALL
 from tandem.sandbox.backends.runsc import Runsc
 
@@ -41,8 +42,8 @@ class Feature:
 def probe(*, cache: Path | None = None) -> list[Feature]:
     """Look at everything, last of all at a real box. Takes well under a second once the program is compiled. Runs an
     event loop of its own: call it from a thread that has none."""
-    features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups(), _live_fork(), _gvisor(),
-                _remote()]  # fmt: skip
+    features = [_kernel(), _namespaces(), _seccomp(), _program(cache), _ids(), *_groups(), _live_fork(), _cold_pause(),
+                _gvisor(), _remote()]  # fmt: skip
     return [*features, *asyncio.run(_box(cache))]
 
 
@@ -111,6 +112,15 @@ def _live_fork() -> Feature:
         feature="live fork", ok=None if why else True,
         detail=f"none: {why}; forks are of files" if why else "of one interpreter or shell",
         remedy="run as root on x86-64, outside seccomp filters" if why else "",
+    )
+
+
+def _cold_pause() -> Feature:
+    if has_swap():
+        return Feature(feature="cold pause", ok=True, detail=f"{swap_free() >> 20} MiB of swap are free for it")
+    return Feature(
+        feature="cold pause", ok=None, detail="none: no swap; a pause keeps the box's memory",
+        remedy="swap, for instance: zramctl --find --size 4G --algorithm lz4, then mkswap and swapon of what it names",
     )
 
 

@@ -65,7 +65,7 @@ class Reach:
         box = entry.session.box
         if box is not None:
             with boundary(SandboxError, f"sandbox {entry.id}: its network"):
-                await box.set_network(self.bound(policy), self._teller(entry))
+                await box.set_network(self.bound(policy), self._teller(entry), entry.budget)
 
     def _teller(self, entry: Entry) -> Tell:
         def tell(attempt: Attempt) -> None:

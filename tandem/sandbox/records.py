@@ -47,6 +47,7 @@ class BoxRecord(msgspec.Struct, frozen=True, kw_only=True):
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     parent: str = ""  # the snapshot its files started from
+    network_bytes: int = 0  # it has had through its proxy; see ``network.budget``
     saved: str = ""  # the snapshot that is all that is left of a box paused with its files only
 
 

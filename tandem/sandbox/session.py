@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tandem.core.boxes import ExecResult, SandboxSpec, SandboxState
-from tandem.core.errors import SandboxError, SandboxGone
+from tandem.core.errors import RecordError, SandboxError, SandboxGone
 from tandem.sandbox.backend import HOME, Box, Call, CallKind, Carrier, Outcome, Process, Start
 from tandem.sandbox.lifecycle import Lifecycle
 
@@ -150,7 +151,7 @@ class Files:
 
     async def stat(self, path: str) -> Entry:
         """Of the name itself: a link is not followed. Raises FileNotFoundError and its kin."""
-        (entry,) = _entries((await self._operate(CallKind.STAT, path, cap=LIST_MAX_BYTES)).stdout)
+        (entry,) = read_entries((await self._operate(CallKind.STAT, path, cap=LIST_MAX_BYTES)).stdout)
         return entry
 
     async def entries(self, path: str, *, depth: int = 1) -> list[Entry]:
@@ -158,7 +159,7 @@ class Files:
         outcome = await self._operate(CallKind.ENTRIES, path, str(depth), cap=LIST_MAX_BYTES)
         if outcome.dropped_bytes:
             raise self._too_large(path, LIST_MAX_BYTES)
-        return sorted(_entries(outcome.stdout), key=lambda entry: entry.path)
+        return sorted(read_entries(outcome.stdout), key=lambda entry: entry.path)
 
     async def make_folder(self, path: str) -> None:
         """With its parents. Raises FileExistsError."""
@@ -275,7 +276,8 @@ class Session:
 
     def _box_gone(self, box: Box, reason: str) -> None:
         if box is self._box:
-            self._end(reason)
+            with suppress(RecordError):  # nobody waits here: a log that is full tells whoever writes next
+                self._end(reason)
 
     def _end(self, reason: str) -> None:
         if self.state is SandboxState.DEAD:
@@ -286,7 +288,8 @@ class Session:
         self._on_end(self, reason if lost else "")
 
 
-def _entries(listing: bytes) -> list[Entry]:
+def read_entries(listing: bytes) -> list[Entry]:
+    """What a file operation of kind STAT or ENTRIES prints."""
     fields = listing.decode("utf-8", "surrogateescape").split("\0")[:-1]
     found = []
     for numbers, path, target in zip(fields[::3], fields[1::3], fields[2::3], strict=True):

@@ -8,6 +8,7 @@ blob is in the store as long as one snapshot names it.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,9 +16,11 @@ from pathlib import Path
 import msgspec
 
 from tandem.core.boxes import SandboxSpec
-from tandem.core.errors import SnapshotError, SnapshotMissing
+from tandem.core.errors import SandboxError, SnapshotError, SnapshotMissing
 from tandem.sandbox.backend import Frozen, Root
+from tandem.sandbox.backends.merge import MERGE_AT
 from tandem.sandbox.layers import LayerKeeper
+from tandem.sandbox.leases import Leases, paths_of
 from tandem.sandbox.records import SnapshotRecord, now
 from tandem.sandbox.store import BlobStore
 from tandem.sandbox.table import Table
@@ -33,9 +36,17 @@ class _Node:
 class Snapshots:
     """Without a store every snapshot ends with this process."""
 
-    def __init__(self, table: Table, store: BlobStore | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self, table: Table, store: BlobStore | None = None, folder: Path | None = None, leases: Leases | None = None,
+        *, most_layers: int = MERGE_AT,
+    ) -> None:
+        """``leases`` holds the images' layers that snapshots stand on; ``most_layers`` as for ``LayerKeeper``."""
         self._table = table
-        self._keeper = LayerKeeper(store, folder, self._named) if store is not None and folder is not None else None
+        self._leases = leases or Leases()
+        self._keeper = (
+            None if store is None or folder is None
+            else LayerKeeper(store, folder, self._named, most_layers=most_layers)
+        )
         self._nodes: dict[str, _Node] = {}
         self._held: dict[str, set[str]] = {}  # by holder
         self._prefix = secrets.token_hex(4)
@@ -77,6 +88,7 @@ class Snapshots:
             id=f"snap-{self._prefix}-{self._count}", name=name, parent=parent if parent in self._nodes else "",
             sandbox_id=sandbox_id, spec=spec, created_at=now(), live=frozen.live, kept=kept,
         )
+        self._keep(record.id, [] if frozen.live else paths_of(frozen.root))
         if not durable:
             self._insert(record, frozen, holder)
             return record
@@ -88,6 +100,9 @@ class Snapshots:
                     record = msgspec.structs.replace(record, parent="")
                 self._table.put_snapshot(record)
                 self._insert(record, None, holder)
+        except BaseException:
+            self._leases.drop(record.id)
+            raise
         finally:
             await frozen.release()
         return record
@@ -181,6 +196,11 @@ class Snapshots:
             self.hold(record.id, holder)
         if frozen is not None and record.parent:  # the layers of the one before may be under it
             self.hold(record.parent, record.id)
+        self._keep(record.id, [Path(layer.external) for layer in record.layers if layer.external])
+
+    def _keep(self, snapshot_id: str, paths: list[Path]) -> None:
+        with contextlib.suppress(SandboxError):  # it is gone already: who starts a box of it is told
+            self._leases.hold(snapshot_id, paths)
 
     def _node(self, snapshot_id: str) -> _Node:
         node = self._nodes.get(snapshot_id)
@@ -193,6 +213,7 @@ class Snapshots:
         if node.record.kept or node.holders or record.id not in self._nodes:
             return
         del self._nodes[record.id]
+        self._leases.drop(record.id)
         for other in self._nodes.values():  # its children become children of what was before it
             if other.record.parent == record.id:
                 self._change(other, parent=record.parent)

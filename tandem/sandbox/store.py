@@ -99,6 +99,9 @@ class BlobStore:
             self._verified[name] = seen
         return path
 
+    def has(self, name: str) -> bool:
+        return self._size(name) is not None
+
     def delete(self, name: str) -> None:
         """Idempotent."""
         self._verified.pop(name, None)

@@ -113,7 +113,10 @@ class Transitions:
                 frozen, entry.record.spec, sandbox_id=entry.id, parent=entry.record.parent, name=name,
                 durable=durable, kept=True, holder=entry.id,
             )
-            await self._stand_on(entry, record.id)
+            if live:  # whose files are a copy: the box goes on on what it stood on
+                await self.snapshots.drop(record.id, entry.id)
+            else:
+                await self._stand_on(entry, record.id)
             if not entry.ending:
                 self._moved(entry, "snapshot", started)
             return record

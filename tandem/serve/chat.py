@@ -5,14 +5,13 @@ Owns: what a client may say in a conversation. Refuses, naming the field, as ``r
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from tandem.core.types import Message, Role, ToolCall, ToolSpec
+from tandem.core.types import Message, Role, ToolSpec
 from tandem.serve.requests import (
     MAX_TOPS,
     Asked,
@@ -24,6 +23,7 @@ from tandem.serve.requests import (
     decode,
     within,
 )
+from tandem.text.told_calls import call_as_told
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ROLES = {
@@ -59,6 +59,7 @@ class MessageBody(Struct, kw_only=True):
     tool_calls: list[CallBody] | None = None
     tool_call_id: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None  # an assistant's, as it was told
 
 
 class Function(Struct, kw_only=True):
@@ -196,19 +197,14 @@ def _message(body: MessageBody, place: str, names: dict[str, str]) -> Message:
             param = f"{place}.tool_call_id"
             raise BadRequest(f"{param}: must be the id of an earlier call, got {body.tool_call_id!r}", param=param)
         return Message(role=role, content=content, tool_call_id=body.tool_call_id, name=names[body.tool_call_id])
-    calls = (_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(body.tool_calls or []))
+    if body.reasoning_content:
+        if role is not Role.ASSISTANT:
+            param = f"{place}.reasoning_content"
+            raise BadRequest(f"{param}: only an assistant thinks", param=param)
+        content = f"<think>\n{body.reasoning_content}\n</think>\n\n{content}"
+    # Arguments that are no JSON come back as they were told: a call may be cut.
+    calls = (call_as_told(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or [])
     return Message(role=role, content=content, tool_calls=tuple(calls), name=body.name)
-
-
-def _call(body: CallBody, place: str) -> ToolCall:
-    param = f"{place}.function.arguments"
-    try:
-        arguments = json.loads(body.function.arguments)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{param}: not JSON: {error}", param=param) from error
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"{param}: must be a JSON object", param=param)
-    return ToolCall(id=body.id, name=body.function.name, arguments=arguments)
 
 
 def _tools(bodies: Sequence[ToolBody]) -> tuple[ToolSpec, ...]:

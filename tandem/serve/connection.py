@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 Emit = Callable[[object], None]
 
 
-def json_response(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+def json_response(body: object, status: int = 200, *, close: bool = False) -> Response:
+    """``close``: the connection is of no more use to the client."""
+    headers = {"connection": "close"} if close else None
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json", headers=headers)
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
@@ -31,16 +33,18 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def describe(error: Exception) -> tuple[int, dict[str, object]]:
-    """Status and body of an error: the client's own is 4xx, the engine's 503, anything else 500 (and in the log)."""
+def describe(error: Exception, path: str) -> tuple[int, dict[str, object]]:
+    """Status and body of an error: the client's own is 4xx, the engine's 503, anything else 500 (and in the log).
+
+    ``path`` is the request's: it tells in which field the client gave what the model could not read.
+    """
     if isinstance(error, BadRequest):
         body = error_body(error.message, kind="invalid_request_error", param=error.param, code=error.code)
         return error.status, body
-    if isinstance(error, PromptTooLong):
-        body = error_body(error.message, kind="invalid_request_error", param="messages", code="context_length_exceeded")
-        return 400, body
-    if isinstance(error, ConfigError):  # the chat template or the tool format refuses the conversation
-        return 400, error_body(error.message, kind="invalid_request_error", param="messages")
+    if isinstance(error, PromptTooLong | ConfigError):  # ConfigError: the chat template refuses the conversation
+        field = "prompt" if path.endswith("/completions") and not path.endswith("/chat/completions") else "messages"
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        return 400, error_body(f"{field}: {error.message}", kind="invalid_request_error", param=field, code=code)
     if isinstance(error, TandemError):
         return 503, error_body(error.message, kind="engine_error")
     log.error("request failed", exc_info=error)
@@ -75,23 +79,23 @@ class Exchange:
             if self._stream:
                 await self._send_events(work, scope, receive, send)
             else:
-                await (await self._outcome(work))(scope, receive, send)
+                await (await self._outcome(work, scope))(scope, receive, send)
         finally:
             work.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await work
 
-    async def _outcome(self, work: Awaitable[object]) -> Response:
+    async def _outcome(self, work: Awaitable[object], scope: Scope) -> Response:
         try:
             return json_response(await work)
         except Exception as error:  # the boundary to the client: every error becomes a status and a sentence
-            status, body = describe(error)
+            status, body = describe(error, scope["path"])
             return json_response(body, status)
 
     async def _send_events(self, work: asyncio.Future[object], scope: Scope, receive: Receive, send: Send) -> None:
         first = await self._next(work)
         if first is None and work.exception() is not None:
-            await (await self._outcome(work))(scope, receive, send)
+            await (await self._outcome(work, scope))(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -103,7 +107,7 @@ class Exchange:
             await _send_event(send, b"[DONE]")
         else:
             assert isinstance(error, Exception)
-            await _send_event(send, msgspec.json.encode(describe(error)[1]))
+            await _send_event(send, msgspec.json.encode(describe(error, scope["path"])[1]))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(self, work: asyncio.Future[object]) -> object | None:

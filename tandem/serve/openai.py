@@ -16,12 +16,13 @@ from dataclasses import replace
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from tandem.core.errors import ConfigError, PromptTooLong
-from tandem.core.types import Ids, Message, Role, StopReason, ids
+from tandem.core.types import Ids, Message, Role, StopReason
+from tandem.serve.body import read_away, whole_body
 from tandem.serve.branches import read_branch
 from tandem.serve.chat import ChatBody, ChatRequest, checked
 from tandem.serve.completions import read_completion
@@ -32,7 +33,6 @@ from tandem.serve.sessions import RecordedSession, Sessions
 from tandem.serve.shapes import ChatShape, TextShape
 from tandem.text.history import Prompt, first_prompt
 
-MAX_BODY_BYTES = 32 * 2**20
 Endpoint = Callable[[Request], Awaitable[Response | Exchange]]
 
 
@@ -65,7 +65,8 @@ def make_app(served: Served) -> Starlette:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return json_response(error_body(message, kind="invalid_request_error"), error.status_code)
+    body = error_body(message, kind="invalid_request_error")
+    return json_response(body, error.status_code, close=not await read_away(request))
 
 
 class _Face:
@@ -85,8 +86,8 @@ class _Face:
                     self._let_in(request)
                 return await run(request)
             except Exception as error:
-                status, body = describe(error)
-                response = json_response(body, status)
+                status, body = describe(error, request.url.path)
+                response = json_response(body, status, close=not await read_away(request))
                 if status == 429:
                     response.headers["retry-after"] = "1"
                 return response
@@ -95,7 +96,8 @@ class _Face:
 
     # ---- generation
     async def chat(self, request: Request) -> Exchange:
-        asked = checked(decode(await _body(request), ChatBody))
+        asked = checked(decode(await whole_body(request), ChatBody))
+        asked = msgspec.structs.replace(asked, asked=self._in_line(request, asked.asked))
         self._admit(asked.asked)
         session = self._session(request)
         prompt = await asyncio.to_thread(self._chat_prompt, session, asked)
@@ -105,10 +107,11 @@ class _Face:
         if "session" in request.path_params:
             raise BadRequest("a session records conversations: use /v1/chat/completions", status=404)
         tokenizer = self._served.renderer.tokenizer
-        asked = read_completion(await _body(request), vocabulary=tokenizer.vocab_size)
+        asked = read_completion(await whole_body(request), vocabulary=tokenizer.vocab_size)
+        asked = msgspec.structs.replace(asked, asked=self._in_line(request, asked.asked))
         self._admit(asked.asked)
-        self._check_length(each for each in asked.prompts if isinstance(each, str))
-        prompts = [ids(tokenizer.encode(each)) if isinstance(each, str) else each for each in asked.prompts]
+        self._check_length((each for each in asked.prompts if isinstance(each, str)), field="prompt")
+        prompts = [tokenizer.encode_document(each) if isinstance(each, str) else each for each in asked.prompts]
         if empty := [number for number, prompt in enumerate(prompts) if not prompt]:
             raise BadRequest(f"prompt: number {empty[0]} has no token", param="prompt")
         texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in asked.prompts]
@@ -118,32 +121,38 @@ class _Face:
 
     async def branches(self, request: Request) -> Response | Exchange:
         """Fork a recorded conversation into several, each of which goes on by itself."""
-        asked = read_branch(await _body(request))
-        self._admit(asked.chat.asked)
+        asked = read_branch(await whole_body(request))
+        chat = msgspec.structs.replace(asked.chat, asked=self._in_line(request, asked.chat.asked))
+        self._admit(chat.asked)
         session = self._session(request)
         assert session is not None
-        prompt = await asyncio.to_thread(self._chat_prompt, session, asked.chat)
+        prompt = await asyncio.to_thread(self._chat_prompt, session, chat)
         if asked.recorded and prompt.parent < 0:
             raise BadRequest("messages: no answer of this session ends where the fork begins", param="messages")
-        return Exchange(self._chat_work(asked.chat, prompt, session), stream=False)
+        return Exchange(self._chat_work(chat, prompt, session, forks=True), stream=False)
 
     def _chat_prompt(self, session: RecordedSession | None, asked: ChatRequest) -> Prompt:
-        self._check_length(message.content for message in asked.messages)
+        self._check_length((message.content for message in asked.messages), field="messages")
+        try:
+            self._served.renderer.format.check(asked.tools)
+        except ConfigError as error:
+            raise BadRequest(f"tools: {error.message}", param="tools", code="unsupported_value") from error
         if session is not None:
             return session.prompt(asked.messages, asked.tools)
         stream = first_prompt(self._served.renderer, asked.messages, asked.tools)
         return Prompt(token_ids=stream, parent=-1)
 
-    def _check_length(self, texts: Iterable[str]) -> None:
+    def _check_length(self, texts: Iterable[str], *, field: str) -> None:
         """Refuse, before the work of making tokens, a text that cannot fit: the tokenizer holds the interpreter, and
         with it every other request, for a second a megabyte."""
         limit = self._served.max_context_tokens
         longest = max((len(text) for text in texts), default=0)
         if longest > limit * self._served.renderer.tokenizer.longest_token:
-            raise PromptTooLong(f"a text of {longest} characters has more than the {limit} tokens of the context")
+            message = f"{field}: a text of {longest} characters has more than the {limit} tokens of the context"
+            raise BadRequest(message, param=field, code="context_length_exceeded")
 
     def _chat_work(
-        self, chat: ChatRequest, prompt: Prompt, session: RecordedSession | None
+        self, chat: ChatRequest, prompt: Prompt, session: RecordedSession | None, *, forks: bool = False
     ) -> Callable[[Emit], Awaitable[object]]:
         asked = chat.asked if session is None else _on_terms(chat.asked, session, prompt.token_ids, self._served)
         if chat.forced:
@@ -158,6 +167,8 @@ class _Face:
                 request_id=shape.id,
                 tools=chat.tools,
                 one_call=chat.one_call,
+                forks=forks,
+                reasoning=self._served.renderer.reasoning,
                 max_context_tokens=session.terms.max_context_tokens if session else None,
                 on_made=None if session is None else lambda made: _keep(session, chat, prompt, made),
             )
@@ -212,11 +223,25 @@ class _Face:
 
     # ---- who and when
     def _let_in(self, request: Request) -> None:
-        if not self._served.keys:
-            return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not any(hmac.compare_digest(given, key.encode()) for key in self._served.keys):
+        if self._served.keys and self._key(request) is None:
             raise BadRequest("the API key is missing or wrong", code="invalid_api_key", status=401)
+
+    def _key(self, request: Request) -> int | None:
+        """The number of the key that the request has."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        held = [number for number, key in enumerate(self._served.keys) if hmac.compare_digest(given, key.encode())]
+        return held[0] if held else None
+
+    def _in_line(self, request: Request, asked: Asked) -> Asked:
+        """Whose share of the engine it takes: its key's, where there are keys, else its group's, else its session's.
+        Who is let in by a key cannot take more than the key's share, only less."""
+        if not self._served.keys:
+            group = asked.group or request.path_params.get("session", "")
+            return msgspec.structs.replace(asked, group=group)
+        for field, beyond in (("group", bool(asked.group)), ("priority", asked.priority > 0)):
+            if beyond:
+                raise BadRequest(f"{field}: a request's share is that of its API key here", param=field)
+        return msgspec.structs.replace(asked, group=f"key {self._key(request)}")
 
     def _admit(self, asked: Asked) -> None:
         self._check_model(asked.model)
@@ -239,6 +264,8 @@ def _on_terms(asked: Asked, session: RecordedSession, prompt: Ids, served: Serve
     terms = session.terms
     seed = session.begin()
     changes: dict[str, object] = {} if seed is None else {"seed": seed}
+    if terms.group is not None:
+        changes |= {"group": terms.group, "priority": 0}
     if terms.params is not None:
         limit = min(served.max_context_tokens, terms.max_context_tokens or served.max_context_tokens)
         room = max(1, limit - len(prompt))
@@ -250,7 +277,8 @@ def _on_terms(asked: Asked, session: RecordedSession, prompt: Ids, served: Serve
 
 
 def _keep(session: RecordedSession, chat: ChatRequest, prompt: Prompt, made: Made) -> None:
-    reply = Message(role=Role.ASSISTANT, content=made.answer.content, tool_calls=made.answer.calls)
+    calls = tuple(told.call for told in made.answer.calls)
+    reply = Message(role=Role.ASSISTANT, content=made.answer.content, tool_calls=calls)
     session.record(
         prompt,
         chat.messages,
@@ -260,15 +288,3 @@ def _keep(session: RecordedSession, chat: ChatRequest, prompt: Prompt, made: Mad
         num_tokens=made.answer.num_tokens,
         finish_reason=made.answer.finish_reason,
     )
-
-
-async def _body(request: Request) -> bytes:
-    data = bytearray()
-    try:
-        async for part in request.stream():
-            data += part
-            if len(data) > MAX_BODY_BYTES:
-                raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
-    except ClientDisconnect as error:
-        raise BadRequest("the client left before its body was whole", status=499) from error
-    return bytes(data)

@@ -19,6 +19,7 @@ import msgspec
 from tandem.core.types import SamplingParams
 
 MAX_CHOICES, MAX_STOPS, MAX_TOPS = 128, 16, 20
+MAX_PRIORITY, MAX_GROUP = 16, 200
 
 
 class BadRequest(Exception):
@@ -59,6 +60,8 @@ class SamplingBody(Struct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    group: str | None = None  # requests of one group share one line of a busy engine
+    priority: int | None = None  # a step doubles the line's share
     # These say something about the client, not about the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -88,6 +91,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     token_ids: bool
     guide: GuideSpec | None = None
+    group: str = ""
+    priority: int = 0
 
 
 B = TypeVar("B", bound=SamplingBody)
@@ -138,6 +143,10 @@ def asked_of(
     within("n", num_choices, 1, MAX_CHOICES)
     if body.seed is not None:
         within("seed", body.seed, -(2**63), 2**63 - 1)
+    priority = body.priority or 0
+    within("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if len(body.group or "") > MAX_GROUP:
+        raise BadRequest(f"group: at most {MAX_GROUP} characters", param="group")
     return Asked(
         model=body.model,
         stream=bool(body.stream),
@@ -149,6 +158,8 @@ def asked_of(
         logprobs=logprobs,
         token_ids=bool(body.return_token_ids),
         guide=_guide(body, guide),
+        group=body.group or "",
+        priority=priority,
     )
 
 

@@ -15,6 +15,9 @@ from starlette.types import ASGIApp
 
 from tandem.core.errors import ConfigError
 
+# Longer than clients keep a connection that they may use again (httpx: 5 s): who closes first must be the client, or
+# a request meets a connection that is closed at that moment and is lost.
+KEEP_ALIVE_S = 75.0
 CLOSE_S = 2.0  # after a cancellation, open connections get this long
 
 
@@ -39,7 +42,13 @@ async def serve_forever(app: ASGIApp, *, host: str, port: int, on_ready: Callabl
     # Accepted connections inherit it; without it every streamed piece waits for the acknowledgement of the last.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with listening:
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(CLOSE_S), lifespan="off")
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            lifespan="off",
+            timeout_keep_alive=int(KEEP_ALIVE_S),
+            timeout_graceful_shutdown=int(CLOSE_S),
+        )
         server = _Server(config)
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         try:

@@ -27,6 +27,7 @@ class Terms:
 
     params: SamplingParams | None = None
     seed: int | None = None
+    group: str | None = None  # whose share of the engine its requests take
     max_turns: int = MAX_TURNS
     max_context_tokens: int | None = None
 
@@ -72,6 +73,7 @@ class RecordedSession:
         """Keep an answer: the ``num_tokens`` of the completion that belong to it. Returns its number."""
         kept: Ids = completion.token_ids[:num_tokens]
         number = self._tree.remember(prompt, messages, tools, reply=reply, completion_ids=kept)
+        routes = completion.routes
         turn = Turn(
             prompt_ids=prompt.token_ids,
             completion_ids=kept,
@@ -81,6 +83,7 @@ class RecordedSession:
             finish_reason=finish_reason,
             model_s=completion.total_s,
             parent=prompt.parent,
+            routes=routes and routes.rows(0, len(prompt.token_ids) + num_tokens),
         )
         self.turns.append(turn)
         if self._on_turn is not None:
@@ -94,7 +97,10 @@ class RecordedSession:
                 "turn": number,
                 "parent": turn.parent,
                 "content": turn.message.content,
-                "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls],
+                "tool_calls": [
+                    {"name": call.name, "arguments": call.arguments if call.unread is None else call.unread}
+                    for call in turn.message.tool_calls
+                ],
                 "finish_reason": turn.finish_reason.value,
                 "prompt_token_ids": turn.prompt_ids.tolist(),
                 "token_ids": turn.completion_ids.tolist(),

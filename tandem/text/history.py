@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from tandem.core.types import Ids, Message, Role, ToolSpec
 from tandem.text.render import Renderer
+from tandem.text.tool_format import after_reasoning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,9 @@ def _key(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
 
 
 def _plain(message: Message) -> list[object]:
-    words = message.content.strip() if message.role is Role.ASSISTANT else message.content
-    calls = [[call.name, call.arguments] for call in message.tool_calls]
+    words = message.content
+    if message.role is Role.ASSISTANT:  # clients may send its thoughts back, or not
+        thought = after_reasoning(words) if words.lstrip().startswith("<think>") else 0
+        words = words[thought:].strip()
+    calls = [[call.name, call.arguments, call.unread] for call in message.tool_calls]
     return [message.role.value, words, calls, message.name or ""]

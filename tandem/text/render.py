@@ -18,6 +18,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.types import Ids, Mask, Message, Role, ToolResult, ToolSpec, ids, mask
 from tandem.text.guard import Guarded
 from tandem.text.prefixes import common_length
+from tandem.text.reasoning import find_reasoning
 from tandem.text.roles import RoleRules, TemplateMessage, template_message
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_format import find_format
@@ -48,7 +49,7 @@ class Renderer:
         ConfigError: the model has no chat template, or one that can not be continued by appending.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
+    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto", reasoning: str = "auto") -> None:
         self.tokenizer = tokenizer
         self.format, native = find_format(tool_format, chat_template=tokenizer.chat_template)
         self._roles = RoleRules(tokenizer, self.format, native=native)
@@ -63,6 +64,9 @@ class Renderer:
             raise ConfigError(f"{tokenizer.name} has neither an end-of-turn token nor an end-of-text token")
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys((self._end_id, *tokenizer.eos_ids)))
         self._check_separable()
+        self.reasoning = find_reasoning(
+            reasoning, chat_template=tokenizer.chat_template, turn_opening=self._opening
+        )
 
     # ---- messages to ids
 

@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 
 
+def _byte_symbols() -> dict[str, int]:
+    """The byte that each letter stands for in byte-level vocabularies (GPT-2's table): printable ones stand for
+    themselves, the others for the letters from 256 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_SYMBOLS = _byte_symbols()
+
+
 class Tokenizer:
     """A thin face over a fast tokenizer. Safe to share between threads."""
 
@@ -41,6 +52,9 @@ class Tokenizer:
         self._loaded = loaded
         self._backend: tokenizers.Tokenizer = loaded.backend_tokenizer
         self._plain = _plain_copy(self._backend)
+        alone, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        self.opening = ids(whole[: whole.index(alone[0])] if alone else [])
+        """What stands before every text: the begin token of those models that were trained with one."""
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: number for number, token in added.items() if token.special}
         self.longest_token = max(map(len, loaded.get_vocab()), default=1)  # characters
@@ -63,9 +77,25 @@ class Tokenizer:
         backend = self._backend if special else self._plain
         return ids(backend.encode(text, add_special_tokens=False).ids)
 
+    def encode_document(self, text: str) -> Ids:
+        """Ids of a text that stands by itself: as ``encode``, behind the ``opening``."""
+        return self.opening + self.encode(text)
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of ids, special tokens included. Bytes that are no text show as U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What one token adds to a text, also where that is a part of a character."""
+        text = self.decode([token_id])
+        if REPLACEMENT not in text:
+            return text.encode()
+        token = self._backend.id_to_token(token_id) or ""
+        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # a tokenizer that falls back to bytes
+            return bytes([int(token[3:5], 16)])
+        if all(symbol in BYTE_SYMBOLS for symbol in token):  # one that writes all bytes as letters
+            return bytes(BYTE_SYMBOLS[symbol] for symbol in token)
+        return text.encode()
 
     def token_id(self, token: str) -> int | None:
         """The id of one token by its text."""

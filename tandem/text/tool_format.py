@@ -13,11 +13,13 @@ from typing import Protocol
 from tandem.core.errors import ConfigError, PluginError
 from tandem.core.registry import Registry
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+from tandem.text.call_stream import CallStream
 
 BUILTIN = {
     "fence": "tandem.text.parsers.fence:FORMAT",
     "gemma": "tandem.text.parsers.pythonic:GEMMA",
     "hermes": "tandem.text.parsers.hermes:FORMAT",
+    "json": "tandem.text.parsers.llama:JSON",
     "llama": "tandem.text.parsers.llama:FORMAT",
     "pythonic": "tandem.text.parsers.pythonic:FORMAT",
 }
@@ -41,6 +43,11 @@ class ToolFormat(Protocol):
     @property
     def opening(self) -> str:
         """What every call begins with; text before it is never part of a call."""
+        ...
+
+    @property
+    def lead(self) -> str:
+        """What may stand right before the first call and belongs to it (the bracket of a list of calls); else empty."""
         ...
 
     def check(self, tools: Sequence[ToolSpec]) -> None:
@@ -69,6 +76,11 @@ class ToolFormat(Protocol):
         Raises:
             ConfigError: this format has none.
         """
+        ...
+
+    def follow(self, tools: Sequence[ToolSpec]) -> CallStream:
+        """Reads calls while they are written. It gets the text behind any thoughts, from its beginning. What it tells
+        agrees with ``parse``, but for calls that are cut or broken."""
         ...
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
@@ -112,6 +124,11 @@ def call_grammar(tools: Sequence[ToolSpec], *, before: str, key: str, after: str
     call = " ".join(word for word in words if word != '""')
     more = f" ({json.dumps(between)} call)*" if between else ""
     return f"start: call{more}\ncall: {call}\nbody: %json {json.dumps(body)}\n"
+
+
+def arguments_text(call: ToolCall) -> str:
+    """The arguments as JSON, or what stands in their place."""
+    return json.dumps(call.arguments, ensure_ascii=False) if call.unread is None else call.unread
 
 
 def call_id(index: int) -> str:

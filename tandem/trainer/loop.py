@@ -12,18 +12,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from tandem.algorithms.credit import settle
 from tandem.config.sections.trainer import TrainerSection
 from tandem.core.errors import EngineError
-from tandem.core.events import CheckpointSaved, StepFinished, WaitStalled, WeightsPublished
+from tandem.core.events import StepFinished, WaitStalled, WarningRaised, WeightsPublished
 from tandem.core.protocols import EventSink, TrainEngine, WeightStore
-from tandem.core.types import BatchPlan, Floats, StepResult, Trajectory, WeightVersion
+from tandem.core.types import StepResult, WeightVersion
 from tandem.trainer.batcher import Admitted, Batcher, GroupRecord
-from tandem.trainer.scoring import Score, with_old, with_reference, with_values
+from tandem.trainer.mismatch import WHERE, GapAlarm
+from tandem.trainer.saving import Saver
+from tandem.trainer.scoring import Judge, Score, mean_verdict
+from tandem.trainer.update import Critic, check_roles, update
 
 
 class GroupSource(Protocol):
@@ -38,24 +40,13 @@ class GroupSource(Protocol):
         ...
 
 
-class Critic(Protocol):
-    """A value model that is trained beside the policy."""
-
-    async def values(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
-        """The value of what comes before every token."""
-        ...
-
-    async def step(self, plan: BatchPlan) -> dict[str, float]:
-        """One update towards the returns of the plan's samples; returns metrics."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connections:
     """What the loop is joined to. ``report`` says what others counted during a step; ``on_version`` hands a
     version to inference and scheduler; ``evaluate`` runs an evaluation of a step; ``extra`` is what a checkpoint
     must hold beyond weights and loop; ``reference`` scores under frozen weights where the algorithm needs it,
-    ``critic`` values tokens."""
+    ``critic`` values tokens, ``judge`` adds a reward model's score to the rewards, ``rest`` lets the engine give
+    memory back before a step trains."""
 
     engine: TrainEngine
     source: GroupSource
@@ -67,26 +58,9 @@ class Connections:
     extra: Callable[[], Mapping[str, object]]
     reference: Score | None = None
     critic: Critic | None = None
-
-
-def merge_results(results: Sequence[StepResult]) -> StepResult:
-    """One result for all updates of a step: means, but the largest of what is a maximum and sums of times."""
-    first, *others = results
-    if not others:
-        return first
-    metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for result in results for name in result.metrics):
-        values = [result.metrics[name] for result in results if name in result.metrics]
-        metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    return dataclasses.replace(
-        first,
-        loss=sum(result.loss for result in results) / len(results),
-        grad_norm=max(result.grad_norm for result in results),
-        num_loss_tokens=sum(result.num_loss_tokens for result in results),
-        num_tokens=sum(result.num_tokens for result in results),
-        metrics=metrics | {"updates": float(len(results))},
-        train_s=sum(result.train_s for result in results),
-    )
+    judge: Judge | None = None
+    rest: Callable[[], Awaitable[None]] | None = None
+    alarm: GapAlarm | None = None
 
 
 class TrainingLoop:
@@ -102,12 +76,10 @@ class TrainingLoop:
         stall_warning_s: float,
         give_up_after_s: float,
     ) -> None:
-        if batcher.algorithm.needs_reference and connections.reference is None:
-            raise EngineError(f"{batcher.algorithm.name} with a KL penalty needs reference weights, but got none")
-        if batcher.algorithm.critic and connections.critic is None:
-            raise EngineError(f"{batcher.algorithm.name} needs a critic, but got none")
+        check_roles(batcher.algorithm, connections.reference, connections.critic)
         self.step = 0
         self._to = connections
+        self._saver = Saver(connections.store, connections.sink)
         self._batcher = batcher
         self._section = section
         self._groups_per_step = groups_per_step
@@ -128,15 +100,24 @@ class TrainingLoop:
         self._stopping = True
 
     async def run(self, version: WeightVersion) -> int:
-        """Train until the last step or ``stop``, from the weights ``version``; returns the last finished step."""
-        while self.step < self._section.steps and not self._stopping:
-            version = await self._one_step(self.step + 1, version)
+        """Train until the last step or ``stop``, from the weights ``version``; returns the last finished step, when its
+        checkpoint is on the disk.
+
+        Raises:
+            RecordError: a checkpoint could not be written.
+        """
+        async with self._saver:
+            while self.step < self._section.steps and not self._stopping:
+                version = await self._one_step(self.step + 1, version)
+                await self._saver.check()
         return self.step
 
     async def _one_step(self, step: int, version: WeightVersion) -> WeightVersion:
         started = time.perf_counter()
         records = [await self._next_group(step, index) for index in range(self._groups_per_step)]
         rollout_s = time.perf_counter() - started
+        if self._to.judge is not None:
+            records = await self._to.judge.judge(records)
         admitted = self._batcher.admit(records, version=version.number)
         result = await self._train(step, admitted) if admitted.samples else None
         publishing = time.perf_counter()
@@ -154,12 +135,14 @@ class TrainingLoop:
                 num_loss_tokens=result.num_loss_tokens if result else 0,
                 num_tokens=sum(len(sample.trajectory.token_ids) for sample in admitted.samples),
                 mean_reward=admitted.mean_reward,
-                metrics=admitted.metrics | (result.metrics if result else {}),
+                metrics=admitted.metrics | mean_verdict(records) | (result.metrics if result else {}),
                 rollout_s=rollout_s,
                 train_s=result.train_s if result else 0.0,
                 total_s=time.perf_counter() - started,
             )
         )
+        if result and self._to.alarm is not None and (said := self._to.alarm.hear(result.metrics)) is not None:
+            self._to.sink.emit(WarningRaised(where=WHERE, message=f"step {step}: {said}"), cause=cause)
         self._to.sink.emit(
             WeightsPublished(
                 version=version.number,
@@ -175,21 +158,18 @@ class TrainingLoop:
         return version
 
     async def _train(self, step: int, admitted: Admitted) -> StepResult:
-        algorithm, samples = self._batcher.algorithm, list(admitted.samples)
-        if algorithm.needs_reference and self._to.reference is not None:
-            samples = await with_reference(samples, self._to.reference)
-        if algorithm.needs_old:
-            samples = await with_old(samples, self._to.engine.score)
-        if self._to.critic is not None:
-            samples = await with_values(samples, self._to.critic.values)
-        samples = settle(algorithm, samples)
-        results = []
-        for plan in self._batcher.plans(step, samples):
-            result = await self._to.engine.step(plan)
-            if self._to.critic is not None:
-                result = dataclasses.replace(result, metrics=result.metrics | await self._to.critic.step(plan))
-            results.append(result)
-        return merge_results(results)
+        to = self._to
+        if to.rest is not None:
+            await to.rest()
+        return await update(
+            step,
+            admitted.samples,
+            self._batcher,
+            train=to.engine.step,
+            score=to.engine.score,
+            reference=to.reference,
+            critic=to.critic,
+        )
 
     async def _after(self, step: int, version: WeightVersion, cause: int) -> None:
         """Save before the version is handed on: until then no group of a later step has begun (staleness 0)."""
@@ -203,16 +183,8 @@ class TrainingLoop:
             await self._to.evaluate(step)
 
     async def save(self, step: int, cause: int = -1) -> None:
-        """Write a checkpoint of ``step``; no step may be running."""
-        started = time.perf_counter()
-        extra = {**self._to.extra(), "loop": self.state()}
-        path = await asyncio.to_thread(self._to.store.save, step, extra)
-        self._to.sink.emit(
-            CheckpointSaved(
-                step=step, path=path, digest=self._to.store.digest(step), save_s=time.perf_counter() - started
-            ),
-            cause=cause,
-        )
+        """Take a checkpoint of ``step``; no step may be running. It is written while training goes on."""
+        await self._saver.begin(step, {**self._to.extra(), "loop": self.state()}, cause)
 
     async def _next_group(self, step: int, index: int) -> GroupRecord:
         """The next group; says what it waits for whenever ``stall_warning_s`` went by, and gives up at last.

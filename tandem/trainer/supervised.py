@@ -6,7 +6,6 @@ function of the seed and the step, so a resumed run goes on as if it had not bee
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import time
@@ -18,11 +17,12 @@ from tandem.algorithms.spec import AlgorithmSpec
 from tandem.config.sections.data import DataSection
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.trainer import TrainerSection
-from tandem.core.events import CheckpointSaved, StepFinished
+from tandem.core.events import StepFinished
 from tandem.core.protocols import EventSink, WeightStore
 from tandem.core.types import BatchPlan, Sample, StepResult
 from tandem.core.wire import derive_seed
 from tandem.trainer.batcher import length_metrics, make_plan
+from tandem.trainer.saving import Saver
 from tandem.trainer.scoring import Score, with_reference
 
 Unit = tuple[Sample, ...]  # one demonstration, or the better and the worse answer
@@ -50,15 +50,21 @@ class SupervisedRun:
     reference: Score | None = None
 
     async def run(self, units: Sequence[Unit], *, after: int = 0) -> None:
-        """Steps ``after + 1`` to the last one."""
+        """Steps ``after + 1`` to the last one; their checkpoints are on the disk when it returns.
+
+        Raises:
+            RecordError: a checkpoint could not be written.
+        """
         chosen = batches(
             units, batch_size=self.data.batch_size, seed=self.trainer.seed, shuffle=self.data.shuffle
         )
-        for step, batch in enumerate(itertools.islice(chosen, self.trainer.steps), start=1):
-            if step > after:
-                await self._step(step, batch)
+        async with Saver(self.store, self.sink) as saver:
+            for step, batch in enumerate(itertools.islice(chosen, self.trainer.steps), start=1):
+                if step > after:
+                    await self._step(step, batch, saver)
+                    await saver.check()
 
-    async def _step(self, step: int, batch: Sequence[Unit]) -> None:
+    async def _step(self, step: int, batch: Sequence[Unit], saver: Saver) -> None:
         started = time.perf_counter()
         samples = list(itertools.chain.from_iterable(batch))
         if self.reference is not None:
@@ -86,12 +92,7 @@ class SupervisedRun:
             )
         )
         if last or (self.trainer.checkpoint_every and step % self.trainer.checkpoint_every == 0):
-            begun = time.perf_counter()
-            path = await asyncio.to_thread(self.store.save, step, {})
-            saved = CheckpointSaved(
-                step=step, path=path, digest=self.store.digest(step), save_s=time.perf_counter() - begun
-            )
-            self.sink.emit(saved, cause=cause)
+            await saver.begin(step, {}, cause)
 
 
 def batches(units: Sequence[Unit], *, batch_size: int, seed: int, shuffle: bool) -> Iterator[list[Unit]]:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tandem.algorithms.aggregate import token_share
-from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, GRPO
+from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, GRPO, RLOO
 
 
 def step_loss(spec, micro_batches: list[list[list[float]]]) -> float:
@@ -29,6 +29,7 @@ def test_w2_three_means() -> None:
     assert step_loss(DAPO, batch) == pytest.approx(0.5, abs=1e-9)
     assert step_loss(GRPO, batch) == pytest.approx(0.0, abs=1e-9)
     assert step_loss(dataclasses.replace(DR_GRPO, length_cap=8), batch) == pytest.approx(0.25, abs=1e-9)
+    assert step_loss(RLOO, batch) == pytest.approx(2.0, abs=1e-9)  # (-2 + 6) / 2: each answer is one action
 
 
 def test_w2_an_all_masked_row_does_not_count() -> None:

@@ -11,8 +11,9 @@ import torch
 
 from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, GRPO, GSPO, RLOO
 from tandem.algorithms.catalog.sft import SFT
-from tandem.algorithms.losses import LossTokens, clipped, kl_k1, kl_k2, kl_k3, ratios, token_losses
+from tandem.algorithms.losses import LossTokens, clipped, kl_k1, kl_k2, kl_k3, own_losses, ratios, token_losses
 from tandem.algorithms.spec import Ratio
+from tandem.core.errors import ConfigError
 
 
 def test_w6_estimators() -> None:
@@ -159,3 +160,22 @@ def test_on_policy_ratio_is_one_and_the_gradient_is_reinforce() -> None:
 def test_a_penalty_without_reference_is_refused() -> None:
     with pytest.raises(ValueError, match="reference"):
         token_losses(dataclasses.replace(GRPO, kl_weight=0.1), loss_tokens())
+
+
+def test_what_is_no_loss_of_tokens_is_refused() -> None:
+    shares = torch.full((3,), 0.5)
+    tokens = LossTokens(
+        logprobs_N=torch.zeros(3, requires_grad=True), sampled_N=torch.zeros(3), reference_N=None,
+        advantages_N=torch.ones(3), rl_shares_N=shares, ce_shares_N=torch.zeros(3),
+        sequence_N=torch.zeros(3, dtype=torch.int64), num_sequences=1,
+    )  # fmt: skip
+    made = own_losses(lambda tokens: -tokens.logprobs_N + 1.0, tokens)
+    assert float(made.loss.detach()) == 1.5 and made.ratio_N.tolist() == [1.0] * 3
+    assert float(own_losses(lambda tokens: token_losses(GRPO, tokens), tokens).loss.detach()) == -1.5
+    for function, why in (
+        (lambda tokens: tokens.logprobs_N.sum(), "shape"),
+        (lambda tokens: tokens.logprobs_N.detach(), "does not depend"),
+        (lambda tokens: 1.0, "gave float"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            own_losses(function, tokens)

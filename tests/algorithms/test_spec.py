@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.algorithms.spec import Aggregate, algorithms, function_named, resolve
+from tandem.algorithms.spec import BUILTIN, Aggregate, AlgorithmSpec, algorithms, function_named, resolve
 from tandem.config.sections.algorithm import AlgorithmSection
 from tandem.core.errors import ConfigError, PluginError
 
@@ -12,7 +12,7 @@ from tandem.core.errors import ConfigError, PluginError
 def test_every_record_is_named_as_it_is_registered_and_its_functions_load() -> None:
     for name in algorithms().names():
         spec = resolve(AlgorithmSection(name=name, teacher="tiny" if name == "distil" else ""))
-        assert spec.source, name
+        assert spec.source and spec.formula, name
         assert spec.name == name
         assert callable(function_named(spec.loss))
         assert spec.credit is None or callable(function_named(spec.credit))
@@ -23,6 +23,53 @@ def test_the_section_adjusts_the_record() -> None:
     assert (spec.clip_low, spec.clip_high, spec.kl_weight, spec.needs_reference) == (0.2, 0.5, 0.01, True)
     assert resolve(AlgorithmSection(name="dr_grpo", length_cap=99)).length_cap == 99
     assert resolve(AlgorithmSection(name="grpo")).aggregate is Aggregate.SEQUENCE_MEAN
+
+
+# What the papers have, read from them or from their authors' code, and what a record has instead, on purpose.
+PAPERS: dict[str, dict[str, object]] = {
+    "sft": {},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_estimator": "k3"},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.0},
+    "dapo": {
+        "clip_low": 0.2, "clip_high": 0.28, "overlong_cap": 20480, "overlong_buffer": 4096, "kl_weight": 0.0,
+    },
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_weight": 0.0},
+    "rloo": {},
+    "cispo": {"clip_low": None, "clip_high": 4.0, "kl_weight": 0.0},
+    "reinforce_pp": {"clip_low": 0.2, "clip_high": 0.2, "whiten": True},
+    "reinforce_pp_baseline": {"clip_low": 0.2, "clip_high": 0.2, "whiten": True, "kl_estimator": "k2"},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "decay": 0.95},
+    "distil": {"discount": 1.0, "kl_weight": 0.0},
+    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
+    "cdpo": {"beta": 0.1, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.1},
+    "reward": {"label_smoothing": 0.0},
+}  # fmt: skip
+DEPARTURES: dict[str, dict[str, object]] = {
+    "grpo": {"kl_weight": 0.0, "clip_dual": 3.0},
+    "dr_grpo": {"length_cap": 256, "clip_dual": 3.0},
+    "dapo": {"clip_dual": 3.0},
+    "gspo": {"clip_dual": 3.0},
+    "rloo": {"kl_reward_weight": 0.0},
+    "reinforce_pp": {"kl_reward_weight": 0.0, "clip_dual": 3.0},
+    "reinforce_pp_baseline": {"kl_weight": 0.0, "clip_dual": 3.0},
+    "ppo": {"discount": 1.0, "passes": 1, "kl_reward_weight": 0.0, "clip_dual": 3.0},
+}
+
+
+def test_each_default_is_the_papers_or_says_why_not() -> None:
+    assert set(PAPERS) == set(BUILTIN)
+    neutral = AlgorithmSpec(name="", summary="", credit=None, aggregate=Aggregate.TOKEN_MEAN)
+    for name, papers in PAPERS.items():
+        spec = algorithms().resolve(name)
+        assert isinstance(spec, AlgorithmSpec)
+        told = {default.knob: default for default in spec.defaults}
+        assert {knob: getattr(spec, knob) for knob, said in told.items() if not said.paper} == papers, name
+        departs = {knob: getattr(spec, knob) for knob, said in told.items() if said.paper}
+        assert departs == DEPARTURES.get(name, {}), name
+        assert all(said.where and (said.why or not said.paper) for said in told.values()), name
+        for knob in AlgorithmSection.model_fields.keys() - {"name", "teacher"}:
+            assert knob in told or getattr(spec, knob) == getattr(neutral, knob), (name, knob)
 
 
 def test_a_near_name_is_offered() -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = Path(__file__).parent / "environments_for_tests.py"
 TINY = str(ROOT / "recipes" / "tiny.toml")
 PROGRAM = (sys.executable, "-m", "tandem.cli.main")
-GENEROUS_S = 120.0  # no child takes so long; a hang must not hang the tests
+GENEROUS_S = 300.0  # no child takes so long; a hang must not hang the tests
 
 Fact = Mapping[str, object]
 
@@ -71,6 +71,7 @@ class Child:
                 [*under, *PROGRAM, *words], stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=place,
                 env={**os.environ, **mine, **(environment or {})},
             )  # fmt: skip
+        self._owner = f"-{self.process.pid}-{_stat(self.process.pid)[19]}-"  # in its control groups' names: pid, start
 
     @property
     def out(self) -> str:
@@ -110,21 +111,21 @@ class Child:
 
     def assert_nothing_left(self) -> None:
         """No process, box, cgroup, mount or temporary file of it is there, once the keeper had its moment."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not left, left
 
     def _left(self) -> list[str]:
-        owner = f"-{self.process.pid}-"
         left = [f"process {pid}" for pid, born in self._offspring if born and _born(pid) == born]
         for pid in _pids():
             words = _read(f"/proc/{pid}/cmdline").split("\0")
             is_keeper = words[1:2] == ["keeper"] and words[3:4] == [str(self.process.pid)]
-            in_box = any("tandem-" in line and owner in line for line in _read(f"/proc/{pid}/cgroup").splitlines())
+            groups = _read(f"/proc/{pid}/cgroup").splitlines()
+            in_box = any("tandem-" in line and self._owner in line for line in groups)
             if is_keeper or in_box or self._mark in _read(f"/proc/{pid}/environ").split("\0"):
                 left.append(f"process {pid}: {' '.join(words)[:200]}")
-        left += [f"cgroup {path}" for path in _cgroups() if owner in path]
+        left += [f"cgroup {path}" for path in _cgroups() if self._owner in path]
         left += [f"mount {line}" for line in _mounts() - self._mounts]
         return left + [f"temporary file {path}" for path in self.temporary.iterdir()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -48,10 +48,12 @@ def repeated(place: Path, undisturbed: dict[str, Child]) -> Path:
 @pytest.fixture(scope="session")
 def disturbed(place: Path) -> Iterator[dict[str, Future[list[str]]]]:
     with ThreadPoolExecutor(2) as pool:
-        yield {
+        futures = {
             "killed": pool.submit(killed_again_and_again, place),
             "interrupted": pool.submit(interrupted_again_and_again, place),
         }
+        wait(futures.values())  # they look at the mounts, and a later test of another process may make one
+        yield futures
 
 
 @pytest.fixture

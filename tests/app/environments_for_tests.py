@@ -20,14 +20,14 @@ async def _write_twice(session: Session) -> StopReason:
     for name in ("first", "second"):
         turn = await session.ask()
         await session.box.files.write(name, turn.message.content)
-        counted = await session.box.commands.run(f"wc -c < {name}", timeout_s=10)
+        counted = await session.box.commands.run(f"wc -c < {name}", timeout_s=30)
         session.say(Message(role=Role.USER, content=f"{counted.stdout.strip()} bytes"))
     return StopReason.ANSWERED
 
 
 async def small_letters(box: Sandbox) -> float:
     """The share of small letters in what was written."""
-    counted = await box.commands.run("cat first second | wc -c; cat first second | tr -cd a-z | wc -c", timeout_s=10)
+    counted = await box.commands.run("cat first second | wc -c; cat first second | tr -cd a-z | wc -c", timeout_s=30)
     total, letters = map(int, counted.stdout.split())
     return letters / total if total else 0.0
 

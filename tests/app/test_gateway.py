@@ -61,7 +61,7 @@ def one_group(agent, script=lambda _: say("42"), *, max_context_tokens=2048, sec
                             max_context_tokens=max_context_tokens)  # fmt: skip
             async with around as rollout:
                 rollout.start(WeightVersion(number=3, step=0))
-                return (*await asyncio.wait_for(rollout.get(), 30), engine, sink)
+                return (*await asyncio.wait_for(rollout.get(), 240), engine, sink)
         finally:
             await gateway.close()
 
@@ -135,10 +135,25 @@ sys.exit(int(sys.argv[1]) if said.choices[0].message.content == "42" else 9)
 """
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_command_finds_its_task_and_its_endpoint_and_its_end_counts(code):
+# The same without the client, whose import takes a second: an agent that always fails is started 32 times.
+PLAIN = """
+import json, os, sys, urllib.request
+body = {"model": os.environ["OPENAI_MODEL"], "messages": json.load(sys.stdin)["messages"]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+    said = json.load(answer)["choices"][0]["message"]["content"]
+sys.exit(int(sys.argv[1]) if said == "42" else 9)
+"""
+
+
+CASES = [(COMMAND, 0), (PLAIN, 0), (PLAIN, 3)]
+
+
+@pytest.mark.parametrize(("command", "code"), CASES, ids=["client", "plain", "failing"])
+def test_a_command_finds_its_task_and_its_endpoint_and_its_end_counts(command, code):
     section = RolloutSection(groups_per_step=2, group_size=2, max_concurrent_episodes=2, retries=0)
-    agent = [sys.executable, "-c", COMMAND, str(code)]
+    agent = [sys.executable, "-c", command, str(code)]
     if code:
         assert failures(agent, section, "ended with code 3") == {(FailureKind.ENVIRONMENT, True)}
         return

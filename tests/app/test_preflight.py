@@ -3,6 +3,7 @@ whose file is rubbish, so that a check that came too late would say something el
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 from app_pieces import TINY, Child, said, small, tandem
 
 from tandem.app import preflight
-from tandem.app.preflight import pick_device
+from tandem.app.preflight import pick_device, prepare_model
+from tandem.config.load import load
 from tandem.core.errors import ConfigError
 from tandem.models.builtin import resolve_model
+from tandem.sandbox.images.library import ImageLibrary
+from tandem.sandbox.images.templates import Template
 
 HEAD = """
 from pathlib import Path
@@ -115,8 +119,10 @@ CASES = [
     ("--environment.name bare.py:environment", 2, "warmup.steps is 120, but environment", "has no demonstrations"),
     ("--sandbox.backend boxless.py:Backend", 1, "this place has no boxes", "go elsewhere"),
     ("--sandbox.backend namspace", 2, "no sandbox named 'namspace'", "did you mean namespace?"),
-    ("--sandbox.template python", 1, "no template 'python'", "known: host"),
+    ("--sandbox.template python", 1, "no template 'python'", "pull or build it; known: host"),
     ("--sandbox.network.allow 127.1", 2, "network rule '127.1'", "10.0.0.5:5432"),
+    ("--algorithm.name distil --algorithm.teacher smollm2", 2, "teacher has a vocabulary of 49152", "one tokenizer"),
+    ("--reward-model.path smollm2", 1, "'LlamaForCausalLM' is not supported", "LlamaForSequenceClassification"),
     ("--record.name taken", 2, "run folder runs/taken exists", "choose another record.name"),
 ]
 
@@ -133,6 +139,19 @@ def test_one_clear_message_before_any_model_is_loaded(
     assert message in heard and help in heard
     assert heard.startswith("error: ") and heard.count("error: ") == 1 and "Traceback" not in heard
     assert len(heard.splitlines()) <= 2  # the message and the hint
+
+
+def test_a_template_of_the_library_is_a_recipes_too(
+    here: Path, rubbish: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    if os.geteuid() != 0:
+        pytest.skip("boxes of images as root only")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    ImageLibrary().index.put(Template(build_id="b", layers=[], host_base=True), "tools:1")
+    words = ["config", "check", TINY, "--model.path", str(rubbish), "--sandbox.template"]
+    assert said(capsys, *words, "tools:1").splitlines()[-1].startswith("good: ")
+    assert "there is no template 'tool:1'" in said(capsys, *words, "tool:1", code=1)
+    said(capsys, "sandbox", "run", "--sandbox.template", "tools:1", "--", "true")
 
 
 def test_what_is_no_run_is_not_resumed(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -190,3 +209,20 @@ def test_devices(monkeypatch: pytest.MonkeyPatch):
     assert pick_device("auto").type == "cuda" and pick_device("cuda:0").index == 0
     with pytest.raises(ConfigError, match="sees 1 such"):
         pick_device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (["--model.dtype", "float32"], "model.dtype = float32"),
+        (["--model.dtype", "bfloat16", "--lora.rank", "4"], "adapters"),
+        (["--model.dtype", "bfloat16", "--engine.numerics", "fast"], "numerics"),
+    ],
+)
+def test_eight_bits_are_refused_before_a_model_is_loaded(flags, what):
+    recipe, _ = load([], ["--model.path", "tiny", "--engine.quantize", "int8", *flags])
+    with pytest.raises(ConfigError, match=what) as refused:
+        prepare_model(recipe)
+    assert 'engine.quantize = "none"' in refused.value.hint
+    fits, _ = load([], ["--model.path", "tiny", "--engine.quantize", "int8", "--model.dtype", "bfloat16"])
+    assert prepare_model(fits).spec.experts is None

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from app_pieces import ENVIRONMENTS, TINY, Child, flags_of, said, small, tandem
+from app_pieces import ENVIRONMENTS, TINY, Child, deterministic, flags_of, said, small, tandem
 from environments_for_tests import BROKEN_TASK
 from reference_models import logits_of
 from transformers import AutoModelForCausalLM
 
-from tandem.app.run import _check_checkpoints, _resume, recipe_of, train
+from tandem.app.run import _check_checkpoints, recipe_of, resume_log, train
 from tandem.config.load import load
 from tandem.core.errors import ConfigError, RecordError
 from tandem.core.events import (
@@ -23,6 +23,7 @@ from tandem.core.events import (
     EngineReported,
     EvaluationFinished,
     GroupStarted,
+    StepFinished,
     WarningRaised,
     WeightsPublished,
 )
@@ -49,6 +50,36 @@ def test_the_phases_are_shown_and_summed_up(finished: tuple[Path, Child]):
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in child.said and "Warning" not in child.said
     child.assert_nothing_left()
+
+
+def test_a_reward_model_that_was_trained_here_judges_episodes(place: Path, tmp_path: Path):
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": f"{n}?", "chosen": "yes", "rejected": "no"}) for n in range(8)))
+    learn = {
+        "model.path": "tiny", "algorithm.name": "reward", "data.path": rows, "data.batch-size": 4, "trainer.steps": 6,
+        "engine.threads": 1, "model.max-context-tokens": 128, "optimizer.learning-rate": 1e-3,
+        "record.folder": tmp_path, "record.name": "judge",
+    }  # fmt: skip
+    tandem("train", *flags_of(learn), place=place)
+    model = str(tmp_path / "judge" / "model")
+    words = [*small(tmp_path, "judged", steps=2), "--reward-model.path", model, "--reward-model.weight", "100"]
+    tandem("train", *words, place=place).assert_nothing_left()
+    steps = [each.event for each in read(tmp_path / "judged") if isinstance(each.event, StepFinished)]
+    reinforced = [step for step in steps if step.phase == "train"]
+    assert len(reinforced) == 2
+    for step in reinforced:  # the environment's own are between 0 and 1
+        assert step.mean_reward == pytest.approx(100 * step.metrics["reward_model_mean"], abs=1.0)
+        assert abs(step.metrics["reward_model_mean"]) > 1e-3
+
+
+def test_memory_that_is_handed_over_changes_no_bit(place: Path, tmp_path: Path):
+    digests = []
+    for name, flag in (("kept", "false"), ("handed", "true")):
+        words = [*deterministic(tmp_path, name), "--engine.train.hand-over", flag, "--algorithm.kl-weight", "0.1"]
+        tandem("train", *words, "--trainer.steps", "2", place=place)
+        events = [each.event for each in read(tmp_path / name)]
+        digests.append([event.digest for event in events if isinstance(event, WeightsPublished)])
+    assert len(digests[0]) >= 2 and len(set(digests[0])) == len(digests[0]) and digests[0] == digests[1]
 
 
 def test_the_log_holds_the_run(finished: tuple[Path, Child]):
@@ -197,16 +228,16 @@ def test_what_the_checkpoint_holds_stays_and_what_came_after_goes(tmp_path: Path
     with EventLog(tmp_path) as log:
         for event in (published(0), group(0, "after warm-up"), evaluated):
             log.emit(event)
-        assert _resume(log) == {"after warm-up"}  # it was before the checkpoint
+        assert resume_log(log) == {"after warm-up"}  # it was before the checkpoint
         log.emit(group(1))
-        assert _resume(log) == {"after warm-up"}  # also when there has been rollout since
+        assert resume_log(log) == {"after warm-up"}  # also when there has been rollout since
         assert [each.event for each in read(tmp_path) if each.event == group(1)] == []
         for event in (group(2), published(1), reported):
             log.emit(event)
         saved(tmp_path, 1)
         for event in (group(3), published(2)):
             log.emit(event)
-        assert _resume(log) == {"after warm-up"}
+        assert resume_log(log) == {"after warm-up"}
         kept = [each.event for each in read(tmp_path)]
         assert group(2) in kept and reported in kept and group(3) not in kept and published(2) not in kept
     assert fold(read(tmp_path)).resumes == 3
@@ -221,7 +252,7 @@ def test_a_checkpoint_that_cannot_be_used_is_named_and_training_does_not_begin_a
             log.emit(CheckpointSaved(step=step, path="", digest="", save_s=0.0))
         (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text("{")
         _check_checkpoints(tmp_path, anew=False)
-        _resume(log)
+        resume_log(log)
         (warning,) = [each.event for each in read(tmp_path) if isinstance(each.event, WarningRaised)]
         assert warning.message == "step-000001 is skipped: manifest.json is broken"
         with pytest.raises(ConfigError, match="a good checkpoint of step 0"):
@@ -234,14 +265,16 @@ def test_a_checkpoint_that_cannot_be_used_is_named_and_training_does_not_begin_a
 
 
 # ---- a full disk
+@pytest.mark.alone
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_is_one_line_and_a_way_on(place: Path):
-    disk = place / "disk"
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_full_disk_is_one_line_and_a_way_on(place: Path, devices: int):
+    disk = place / f"disk{devices}"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("this machine mounts nothing")
     try:
-        child = tandem("train", *small(disk, "full"), place=place, code=1)
+        child = tandem("train", *small(disk, "full"), "--trainer.devices", str(devices), place=place, code=1)
         assert "Traceback" not in child.said
         (error,) = [line for line in child.err.splitlines() if line.startswith("error: ")]
         assert error.startswith(f"error: no space left at {disk}")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from app_pieces import said
-from disturbances import END_S, INTERRUPTIONS
+from disturbances import INTERRUPTIONS
 
-from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, SHUTDOWN_S, supervise
+from tandem.app.supervise import FAILED, FINISHED, INTERRUPTED, supervise
 from tandem.core.errors import EngineError
 from tandem.record.metrics import fold
 from tandem.record.replay import read
@@ -70,8 +70,8 @@ def test_work_that_does_not_listen_ends_all_the_same(
         child.send_signal(number)
         while not place and (line := child.stderr.readline()) and "stopping: ending the nap" not in line:
             pass
-    out = child.communicate(timeout=60)[0]
-    assert time.monotonic() - started < SHUTDOWN_S + END_S
+    out = child.communicate(timeout=300)[0]
+    assert time.monotonic() - started < 50  # not the nap's 60
     assert (ends in out, "last words" in out) == (True, last_words)
     assert child.returncode == (INTERRUPTED if last_words else 0)
 

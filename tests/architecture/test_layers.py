@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_contracts_hold():
     program = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -32,5 +32,5 @@ def test_the_contracts_hold():
 )
 def test_imports_without_torch(module):
     program = f"import sys, {module}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "False", done.stderr

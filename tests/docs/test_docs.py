@@ -21,7 +21,7 @@ def generated():
     return module.pages()
 
 
-GENERATED = ["options.md", "recipe.schema.json", "modules.md", "events.md", "errors.md", "plugins.md"]
+GENERATED = ["options.md", "recipe.schema.json", "modules.md", "events.md", "errors.md", "algorithms.md", "plugins.md"]
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.sections.data import DataSection
 from tandem.core.errors import ConfigError
-from tandem.envs.dataset import load_dataset, try_first_row
+from tandem.envs.dataset import Source, find_source, load_dataset, try_first_row
 from tandem.models.builtin import resolve_model
 from tandem.text.render import Renderer
 from tandem.text.tokenizer import load_tokenizer
@@ -22,7 +22,7 @@ def renderer() -> Renderer:
 def load(rows, renderer, tmp_path, *, pairs: bool = False, max_tokens: int = 64, **section):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    return load_dataset(DataSection(**section), str(file), renderer, pairs=pairs, max_tokens=max_tokens)
+    return load_dataset(DataSection(**section), Source(file), renderer, pairs=pairs, max_tokens=max_tokens)
 
 
 def learned(stream, renderer) -> str:
@@ -89,7 +89,7 @@ def test_columns_and_the_loader_hook_reach_other_shapes(renderer, tmp_path) -> N
     loaded = load(rows, renderer, tmp_path, columns=columns, loader=f"{hook}:change")
     assert len(loaded.streams) == 1 and loaded.dropped == {"refused by the loader": 1}
     with pytest.raises(ConfigError, match=r"broken failed on a row with columns n"):
-        try_first_row(DataSection(loader=f"{hook}:broken"), str(tmp_path / "rows.jsonl"))
+        try_first_row(DataSection(loader=f"{hook}:broken"), Source(tmp_path / "rows.jsonl"))
 
 
 def test_nothing_left_tells_the_columns_there_are(renderer, tmp_path) -> None:
@@ -98,3 +98,15 @@ def test_nothing_left_tells_the_columns_there_are(renderer, tmp_path) -> None:
     assert "question" in caught.value.hint
     with pytest.raises(ConfigError, match="no column of ours"):
         load([{"text": "q"}], renderer, tmp_path, columns={"answer": "x"})
+
+
+def test_a_subset_and_its_splits_are_found(tmp_path) -> None:
+    for folder in ("main", "other"):
+        (tmp_path / folder).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / folder / f"{split}-00000-of-00001.jsonl").write_text(json.dumps({"text": f"{folder} {split}"}))
+    chosen = DataSection(subset="main")
+    assert list(find_source(chosen, str(tmp_path), "").rows()) == [{"text": "main train"}]
+    assert list(find_source(chosen, str(tmp_path), "test").rows()) == [{"text": "main test"}]
+    with pytest.raises(ConfigError, match="several data sets: main, other"):
+        find_source(DataSection(), str(tmp_path), "")

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tandem.core.errors import ConfigError
-from tandem.envs.rows import read_rows
+from tandem.envs.rows import data_files, read_rows
 
 ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "ä\n", "completion": "d"}]
 
@@ -61,3 +61,38 @@ def test_nothing_there_is_an_error(tmp_path) -> None:
         list(read_rows(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no data files"):
         list(read_rows(tmp_path))
+
+
+LAYOUTS = {  # how splits are laid out: saved by the library, as a repository of the hub, by hand
+    "saved": ["train/data-00000-of-00002.jsonl", "train/data-00001-of-00002.jsonl", "test/data-00000-of-00001.jsonl"],
+    "hub": ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl"],
+    "by hand": ["my_train.jsonl", "my_train_2.jsonl", "my_eval.jsonl"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_splits_are_never_mixed(layout, tmp_path) -> None:
+    for file in layout:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(json.dumps({"from": file}))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert [row["from"] for row in read_rows(tmp_path)] == layout[:2]
+    assert [row["from"] for row in read_rows(tmp_path, split="test")] == layout[2:]
+    with pytest.raises(ConfigError, match="no split 'validation'") as caught:
+        data_files(tmp_path, split="validation")
+    assert "test, train" in str(caught.value.hint)
+
+
+def test_which_split_is_asked_where_none_is_called_train(tmp_path) -> None:
+    for name in ("test.jsonl", "dev.jsonl"):
+        (tmp_path / name).write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="no split 'train'"):
+        data_files(tmp_path)
+    with pytest.raises(ConfigError, match="one file"):
+        data_files(tmp_path / "test.jsonl", split="test")
+    (tmp_path / "dev.jsonl").unlink()
+    assert len(data_files(tmp_path)) == 1  # one split alone needs no choice
+    (tmp_path / "test.jsonl").rename(tmp_path / "a.jsonl")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "more.jsonl").write_text('{"a": 2}')
+    assert len(data_files(tmp_path)) == 2  # nothing tells of splits: all of it

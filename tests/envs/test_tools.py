@@ -177,7 +177,7 @@ def test_stock_tools_in_a_real_box():
 
     start = time.monotonic()
     results = asyncio.run(run())
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     contents = [result.content for result in results]
     failures = [result.failure for result in results]
     assert contents[0] == "42" and contents[1] == "hi\nf" and contents[4] == "[no output]" and contents[8] == "hi"

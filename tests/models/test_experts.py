@@ -19,7 +19,7 @@ SIZES = dict(
 def mixture(dtype: torch.dtype, *, per_token: int = 3, normalised: bool = True) -> Mixture:
     experts = ExpertSpec(num_experts=9, per_token=per_token, intermediate_size=40, normalised=normalised)
     made = Mixture(
-        ModelSpec(**SIZES, experts=experts), experts, Ops("exact", "cpu"), dtype=dtype, device=torch.device("cpu")
+        ModelSpec(**SIZES, experts=experts), 0, Ops("exact", "cpu"), dtype=dtype, device=torch.device("cpu")
     )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():

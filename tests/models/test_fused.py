@@ -128,6 +128,19 @@ def test_packed_weights_are_let_go_and_made_again() -> None:
     assert torch.equal(in_chunks(model, ids_T, [0, 20]), before)
 
 
+def test_weights_held_packed_alone_give_the_same_bits_and_half_the_memory() -> None:
+    model, ids_T = filled(PLAIN), torch.arange(20)
+    before = in_chunks(model, ids_T, [0, 7, 20])
+    logits = model.ops.logits(before.detach(), model.head_weight).detach()
+    model.hold_packed()
+    assert all(weight.untyped_storage().nbytes() == 2 for weight in model.packable().values())
+    with torch.no_grad():
+        assert torch.equal(in_chunks(model, ids_T, [0, 7, 20]), before)
+        assert torch.equal(model.ops.logits(before, model.head_weight), logits)
+    model.forget_packed()
+    assert torch.equal(in_chunks(model, ids_T, [0, 20]), before)
+
+
 def test_other_models_and_moments_take_the_operations() -> None:
     model = filled(PLAIN)
     x = torch.zeros(2, 64, dtype=torch.bfloat16)

@@ -6,12 +6,16 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from reference_models import logits_of, save_reference
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tandem.core.errors import ModelError
 from tandem.core.types import ids
 from tandem.engine.train.batch import lay_out
 from tandem.models.attention import AttentionContext
+from tandem.models.loader import load_model
 from tandem.models.lora import (
     LoraSpec,
     adapters_of,
@@ -94,3 +98,72 @@ def test_an_adapter_of_another_model_is_refused(tmp_path) -> None:
         load_adapters(smaller, tmp_path / "out")
     with pytest.raises(ModelError, match="no adapters"):
         save_adapters(tiny_model(), tmp_path / "none", base="base")
+
+
+IDS = [5, 9, 3, 77, 41, 8, 8, 60]
+MODULES = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
+
+
+def stirred(parameters) -> None:
+    """Far from what they begin with: updates of B = 0 would be no test."""
+    torch.manual_seed(0)
+    for name, parameter in parameters:
+        if "lora_B" in name or name.endswith("adapter.b"):
+            torch.nn.init.normal_(parameter, std=0.2)
+        elif "magnitude" in name:
+            parameter.data.mul_(torch.rand_like(parameter) + 0.5)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_peft_computes_the_same_with_what_we_save(kind, dora, tmp_path) -> None:
+    save_reference(tmp_path / "base", kind)
+    loaded = load_model(tmp_path / "base", dtype=torch.float32)
+    ours = add_adapters(loaded, LoraSpec(rank=3, alpha=6.0, dora=dora), seed=1)
+    stirred(ours.named_parameters())
+    save_adapters(ours, tmp_path / "out", base=str(tmp_path / "base"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with torch.no_grad():
+        plain = base(torch.tensor([IDS])).logits[0]
+        theirs = PeftModel.from_pretrained(base, tmp_path / "out").eval()(torch.tensor([IDS])).logits[0]
+        torch.testing.assert_close(logits_of(ours, IDS), theirs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits_of(merged_copy(ours), IDS), theirs, atol=1e-4, rtol=0)
+    assert (theirs - plain).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("targets", ["all", "attention", "mlp"])
+def test_what_peft_saves_computes_the_same_here(targets, dora, tmp_path) -> None:
+    save_reference(tmp_path / "base", "llama")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    modules = MODULES.get(targets, MODULES["attention"] + MODULES["mlp"])
+    theirs = get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=modules, use_dora=dora)).eval()
+    stirred(theirs.named_parameters())
+    theirs.save_pretrained(tmp_path / "out")
+    ours = load_adapters(load_model(tmp_path / "base", dtype=torch.float32), tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits_of(ours, IDS), theirs(torch.tensor([IDS])).logits[0], atol=1e-4, rtol=0
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_bfloat16_model_is_merged_in_float32_and_rounded_once(dora) -> None:
+    model = add_adapters(tiny_model(dtype=torch.bfloat16), LoraSpec(rank=3, alpha=6.0, dora=dora), seed=1)
+    stirred(model.named_parameters())
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    merged = merged_copy(model)
+    for name, adapter in adapters_of(model).items():
+        weight = model.get_submodule(name).weight
+        whole = weight.double() + torch.cat([
+            adapter.scale * adapter.b[start:stop].double() @ adapter.a[3 * n : 3 * n + 3].double()
+            for n, (start, stop) in enumerate(adapter.parts)
+        ])  # fmt: skip
+        if dora:
+            whole *= (adapter.magnitude.double() / whole.norm(dim=1))[:, None]
+        found = merged.get_submodule(name).weight
+        assert found.dtype == torch.bfloat16 and not torch.equal(found, weight)
+        # one rounding: half a step of 8 bits of mantissa, and what float32 lost on the way
+        assert ((found.double() - whole).abs() <= whole.abs() * 2**-8 + 1e-6).all()
+        assert (found == whole.to(torch.bfloat16)).float().mean() > 0.99
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

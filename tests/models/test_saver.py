@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from reference_models import greedy, logits_of, save_reference
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
+from reference_models import greedy, logits_of, packed, save_reference
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.core.errors import ModelError
 from tandem.models.builtin import resolve_model
-from tandem.models.loader import load_model, read_spec
-from tandem.models.saver import save_model
+from tandem.models.loader import load_model, load_scoring_model, read_spec
+from tandem.models.saver import save_model, save_scoring_model
 
 IDS = [5, 9, 3, 77, 41, 8, 8, 60]
 ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
@@ -47,6 +49,28 @@ def test_the_reference_library_reads_what_we_save(kind: str, changes: dict, tmp_
         torch.testing.assert_close(logits_of(ours, IDS), theirs(torch.tensor([IDS])).logits[0], atol=1e-4, rtol=0)
         answer = theirs.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False)[0].tolist()
     assert greedy(ours, IDS, 12) == answer
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+def test_a_reward_model_is_a_class_that_the_library_has(kind: str, tmp_path: Path):
+    save_reference(tmp_path / "first", kind)
+    ours = load_model(tmp_path / "first", dtype=torch.float32)
+    head_1D = torch.randn(1, ours.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    save_scoring_model(ours, head_1D, tmp_path / "scorer", tokenizer_from=resolve_model("tiny"))
+    [named] = json.loads((tmp_path / "scorer" / "config.json").read_text())["architectures"]
+    theirs, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "scorer", dtype=torch.float32, output_loading_info=True
+    )
+    assert type(theirs).__name__ == named == type(getattr(transformers, named)(theirs.config)).__name__
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    positions, context = packed([len(IDS)])
+    with torch.no_grad():
+        score = ours(torch.tensor(IDS), positions, context)[-1] @ head_1D[0]
+        torch.testing.assert_close(theirs(torch.tensor([IDS])).logits[0, 0], score, atol=1e-4, rtol=0)
+        body, head = load_scoring_model(tmp_path / "scorer", dtype=torch.float32)
+        assert torch.equal(body(torch.tensor(IDS), positions, context)[-1] @ head[0], score)
+    with pytest.raises(ModelError, match="is not supported"):
+        load_scoring_model(tmp_path / "first", dtype=torch.float32)
 
 
 def test_shards_are_written_and_read(tmp_path: Path):

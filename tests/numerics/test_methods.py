@@ -16,9 +16,11 @@ import torch
 from tandem.algorithms.aggregate import token_share
 from tandem.algorithms.credit import demonstration, preference, settle, stamp
 from tandem.algorithms.losses import LossTokens
-from tandem.algorithms.spec import Importance, Ratio, function_named, resolve
+from tandem.algorithms.pairs import bradley_terry
+from tandem.algorithms.spec import BUILTIN, AlgorithmSpec, Importance, Ratio, algorithms, function_named, resolve
 from tandem.config.sections.algorithm import AlgorithmSection
 from tandem.core.types import Episode, Group, Task, Trajectory, floats, ids, mask
+from tandem.engine.train.value import value_losses
 
 REWARDS = [[1.0, 0.0, 0.25], [0.5, -1.0, 2.0]]
 LENGTHS = [[3, 5, 2], [4, 1, 6]]
@@ -154,7 +156,7 @@ def rloo(case: Case):
     total = 0.0
     for k, (g, i) in enumerate(case.flat):
         a = REWARDS[g][i] - (sum(REWARDS[g]) - REWARDS[g][i]) / 2
-        total = total - a * case.leaves[k].mean() / 6
+        total = total - a * case.leaves[k].sum() / 6  # the log-probability of the answer, the only action
     return total
 
 
@@ -312,3 +314,45 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood() -> None:
         for k, new in enumerate(case.new)
     ]
     assert_equal(spec, case, samples, -sum(leaf.sum() for leaf in case.leaves) / sum(map(sum, LENGTHS)))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_reward_model_equals_bradley_and_terrys_formula(smoothing) -> None:
+    values = [0.3, -1.2, 2.0, 2.5, -0.4, -0.9]
+    scores = torch.tensor(values, requires_grad=True)
+    loss, _ = bradley_terry(scores, smoothing)
+    (got,) = torch.autograd.grad(loss.mean(), scores)
+    leaf = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    expected = 0.0
+    for k in range(0, 6, 2):
+        better = 1 / (1 + torch.exp(leaf[k + 1] - leaf[k]))
+        expected = expected - ((1 - smoothing) * torch.log(better) + smoothing * torch.log(1 - better)) / 3
+    (wanted,) = torch.autograd.grad(expected, leaf)
+    assert float(loss.mean().detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-6) and max(map(abs, wanted.tolist())) > 0.1
+
+
+def test_a_critic_equals_ppos_formula_for_values() -> None:
+    rng = np.random.default_rng(4)
+    values, returns, old = (rng.normal(0, 1, 9).astype(np.float32).tolist() for _ in range(3))
+    mine = torch.tensor(values, requires_grad=True)
+    loss = value_losses(mine, torch.tensor(returns), torch.tensor(old), 0.2).mean()
+    (got,) = torch.autograd.grad(loss, mine)
+    leaf = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    expected = 0.0
+    for v, r, o in zip(leaf, returns, old, strict=True):
+        held = o + min(max(float(v.detach()) - o, -0.2), 0.2) if abs(float(v.detach()) - o) > 0.2 else v
+        worse = (v - r) ** 2 if (v.detach() - r) ** 2 >= (held - r) ** 2 else (held - r) ** 2 + 0 * v
+        expected = expected + worse / 2 / 9
+    (wanted,) = torch.autograd.grad(expected, leaf)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert 0 < sum(each == 0 for each in wanted.tolist()) < 9  # the clip holds some, not all
+
+
+def test_every_method_has_its_formula_here_and_names_its_source() -> None:
+    held = {section["name"] for _, section in METHODS} | {section["name"] for section, _ in PREFERENCES}
+    assert held | {"sft", "reward"} == set(BUILTIN)
+    for name in BUILTIN:
+        spec = algorithms().resolve(name)
+        assert isinstance(spec, AlgorithmSpec) and spec.source and spec.summary

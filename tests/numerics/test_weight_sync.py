@@ -75,9 +75,11 @@ def test_a_step_moves_everything_that_is_served(kind: str, dtype: torch.dtype, t
 
     async def go() -> tuple[Completion, Completion, list[float]]:
         old = await greedy(model, weights, compute)  # whatever the kernels derive from weights is derived now
+        named = weights.digest()
         await trainer.step(make_plan(1, group_samples(), GRPO, SECTION.train))
         version = await trainer.publish()
         assert version.number == weights.version == 1
+        assert version.digest == weights.digest() != named
         new = await greedy(model, weights, compute)
         scored = await trainer.score([as_trajectory(new)])
         return old, new, np.frombuffer(scored[0], np.float32)[len(PROMPT) :].tolist()

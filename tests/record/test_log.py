@@ -41,7 +41,7 @@ from tandem.record.log import EventLog
 EventLog(Path({str(tmp_path)!r}))
 """
     with EventLog(tmp_path):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
         assert f"is being written by process {os.getpid()}" in done.stderr
     with EventLog(tmp_path):
         pass
@@ -72,7 +72,7 @@ for number in range(100):
     log.emit(WarningRaised(where="test", message=str(number)))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert messages(tmp_path) == [str(number) for number in range(100)]
     with EventLog(tmp_path) as log:  # the dead writer's lock went with it

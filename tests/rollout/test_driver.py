@@ -1,6 +1,7 @@
 """Groups from tasks: the failure taxonomy, cases 7 to 9, cancellation, evaluation, exact resume."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from rollout_pieces import MemorySink, NoSandboxes, PlaybackEngine, driver, renderer, say
@@ -21,7 +22,19 @@ from tandem.core.events import (
     TurnFinished,
     WaitStalled,
 )
-from tandem.core.types import Episode, FailureKind, Limits, Message, Role, StopReason, Task, ToolFailure, WeightVersion
+from tandem.core.types import (
+    Episode,
+    FailureKind,
+    FinishReason,
+    Limits,
+    Message,
+    Role,
+    StopReason,
+    Task,
+    ToolFailure,
+    WeightVersion,
+    ids,
+)
 from tandem.envs.environment import Environment
 from tandem.envs.reward import Reward
 from tandem.envs.taskset import generated, task
@@ -171,7 +184,7 @@ def test_case_9_a_prompt_that_is_too_long_is_reported_and_replaced(staleness):
             rollout.start(WeightVersion(number=0, step=0))
             seen = []
             for step in range(1, 5):
-                seen += [(await asyncio.wait_for(rollout.get(), 10))[0].task.id for _ in range(2)]
+                seen += [(await asyncio.wait_for(rollout.get(), 30))[0].task.id for _ in range(2)]
                 rollout.advance(WeightVersion(number=step, step=step))
             return seen, sink
 
@@ -439,3 +452,49 @@ def test_a_prompt_is_rendered_once_with_its_tools():
     assert engine.requests[0].params.stop_token_ids == renderer().stop_token_ids
     assert len({request.seed for request in engine.requests}) == len(engine.requests)
     assert sink.of(TurnFinished)[0].num_prompt_tokens == len(engine.requests[0].prompt_ids)
+
+
+class GivesUp(PlaybackEngine):
+    """Gives the first answer of every episode up after three tokens, for weights that came meanwhile."""
+
+    async def generate(self, request, *, on_tokens=None, guide=None):
+        whole = await super().generate(request)
+        episode = request.id.split(".")[0]
+        if episode in self.given_up:
+            if request.so_far is None:
+                return whole
+            begun = request.so_far
+            return replace(whole, logprobs=begun.logprobs + whole.logprobs[len(begun.logprobs) :],
+                           versions=begun.versions + whole.versions[len(begun.versions) :])  # fmt: skip
+        self.given_up.add(episode)
+        self.version += 1
+        return replace(whole, token_ids=whole.token_ids[:3], logprobs=whole.logprobs[:3], versions=whole.versions[:3],
+                       finish_reason=FinishReason.ABORT)  # fmt: skip
+
+    given_up: set[str]
+
+
+@pytest.mark.parametrize("at_abort", ["resume", "retry"])
+def test_a_turn_that_is_given_up_for_new_weights_goes_on_or_is_tried_again(at_abort):
+    engine = GivesUp(lambda request: say("hello you"))
+    engine.given_up = set()
+    [(group, _)], sink = groups_of(environment(), engine, group_size=1, at_abort=at_abort)
+    [episode] = group.episodes
+    finished = [event for event in sink.of(EpisodeFinished) if event.group_id == group.id]
+    (turn,) = episode.turns
+    assert turn.completion_ids == ids(say("hello you"))
+    if at_abort == "resume":
+        assert episode.attempt == 0 and turn.versions.tolist() == [0] * 3 + [1] * (len(turn.versions) - 3)
+    else:
+        assert [event.failure for event in finished] == ["policy", None] and finished[0].retried
+        assert "given up after 3 tokens" in finished[0].detail and len(set(turn.versions)) == 1
+
+
+def test_samples_of_a_group_stand_in_one_line():
+    engine = answers()
+    made, _ = groups_of(environment(), engine, count=2)
+    lines = {}
+    for request in engine.requests:
+        lines.setdefault(request.group, []).append(request.id)
+    assert {group.id for group, _ in made} <= lines.keys()
+    assert all(len(names) == 2 and all(name.startswith(group) for name in names) for group, names in lines.items())

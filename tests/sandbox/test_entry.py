@@ -46,9 +46,9 @@ class Lives(RuleBasedStateMachine):
 
     def do(self, *work: Coroutine[Any, Any, Any]) -> list[Any]:
         async def all_of_it() -> list[Any]:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 ends = await asyncio.gather(*work, return_exceptions=True)
-                await self.manager._settled()
+                await self.manager._tasks.settled()
                 return ends
 
         ends = self.loop.run_until_complete(all_of_it())

@@ -26,7 +26,7 @@ def test_a_box_of_its_own_lives_as_long_as_its_context() -> None:
     async def main() -> None:
         try:
             async with Sandbox.create(environment={"WHO": "me"}, lifetime_s=60) as box:
-                result = await box.commands.run("echo $WHO", timeout_s=10)
+                result = await box.commands.run("echo $WHO", timeout_s=30)
                 assert result.stdout == "me\n" and box.state is SandboxState.RUNNING
         except SandboxUnavailable as error:
             pytest.skip(f"no boxes here: {error.message}")
@@ -54,12 +54,12 @@ def test_a_live_fork_gives_each_child_the_running_command() -> None:
                     assert b"".join([piece.data async for piece in carried.output(from_start=True)]) == (
                         f"{41 + number}\n".encode()
                     )
-                    assert (await child.commands.run("echo more", timeout_s=10)).stdout == "more\n"
+                    assert (await child.commands.run("echo more", timeout_s=30)).stdout == "more\n"
                 await process.send_stdin(b"exit $x\n")
                 assert (await process.wait()).code == 41
                 with pytest.raises(SandboxUnavailable, match="no long-lived command") as refused:
                     await box.fork(live=True)
-                assert refused.value.hint and (await box.commands.run("echo on", timeout_s=10)).stdout == "on\n"
+                assert refused.value.hint and (await box.commands.run("echo on", timeout_s=30)).stdout == "on\n"
         except SandboxUnavailable as error:
             pytest.skip(f"no live fork here: {error.message}")
 
@@ -75,10 +75,10 @@ def test_a_live_child_has_the_network_of_its_policy() -> None:
                 await box.commands.start(["bash"])
                 (child,) = await box.fork(live=True)
                 assert isinstance(child, Sandbox), child
-                answers = [(await each.commands.run(listening, timeout_s=10)).stdout for each in (box, child)]
+                answers = [(await each.commands.run(listening, timeout_s=30)).stdout for each in (box, child)]
                 assert answers[0] == answers[1] and ":" in answers[0]
                 await box.kill()
-                assert (await child.commands.run(listening, timeout_s=10)).stdout == answers[1]
+                assert (await child.commands.run(listening, timeout_s=30)).stdout == answers[1]
         except SandboxUnavailable as error:
             pytest.skip(f"no live fork or no network here: {error.message}")
 

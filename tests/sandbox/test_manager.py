@@ -15,7 +15,9 @@ from tandem.core.boxes import NetworkPolicy, SandboxSpec, SandboxState
 from tandem.core.errors import PluginError, SandboxGone, SandboxUnavailable, SnapshotCorrupt, SnapshotError
 from tandem.core.events import AnyEvent, SandboxCreated, SandboxFailed, SandboxKilled
 from tandem.record.sinks.nowhere import NowhereSink
+from tandem.sandbox.abilities import Ability
 from tandem.sandbox.audit import read
+from tandem.sandbox.backend import Start
 from tandem.sandbox.backends.namespace import NamespaceBackend
 from tandem.sandbox.manager import SandboxManager, spec_of
 from tandem.sandbox.records import Life
@@ -68,7 +70,7 @@ def test_warm_boxes_answer_leases_and_go_at_close() -> None:
     async def main() -> None:
         manager = SandboxManager(SandboxSection(warm=2), ListSink())
         boxes = [await manager.create(SandboxSpec()) for _ in range(5)]
-        results = await asyncio.gather(*(box.commands.run("echo $$ > /tmp/me; ls /tmp | wc -l", timeout_s=10)
+        results = await asyncio.gather(*(box.commands.run("echo $$ > /tmp/me; ls /tmp | wc -l", timeout_s=30)
                                          for box in boxes))
         assert {result.stdout for result in results} == {"1\n"}
         await manager.close()
@@ -269,3 +271,31 @@ def test_namespaces_a_caller_that_leaves_takes_its_command_along(tmp_path: Path)
         raise AssertionError(seen.stdout)
 
     served(tmp_path, work)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_every_child_has_a_host_name_of_its_own(live: bool) -> None:
+    async def main() -> list[str]:
+        manager = SandboxManager(SandboxSection(warm=0), NowhereSink(), backend=NamespaceBackend())
+        try:
+            parent = await manager.create(SandboxSpec())
+            if live and Ability.LIVE_FORK not in manager.backend.abilities:
+                pytest.skip("no live fork here")
+            if live:
+                box = await parent.use()
+                shell = await box.start(Start(arguments=["/bin/sh"], stdin=True))
+                await shell.send_stdin(b"echo ready\n")
+                await anext(aiter(shell.output(from_start=True)))
+            children = []
+            for count in (2, 1):
+                children += [child.session for child in await manager.fork(parent.id, count, live=live)]
+            names = []
+            for session in (parent, *children):
+                assert session is not None
+                result = await session.commands.run("hostname", timeout_s=10)
+                names.append(result.stdout.strip())
+            return names
+        finally:
+            await manager.close()
+
+    assert asyncio.run(main()) == ["box", "box-1", "box-2", "box-3"]

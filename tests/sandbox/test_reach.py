@@ -15,6 +15,7 @@ from network_pieces import Table, server
 from tandem.config.sections.sandbox import NetworkSection, SandboxSection
 from tandem.core.boxes import NetworkPolicy
 from tandem.core.errors import ConfigError, SandboxError, SandboxUnavailable
+from tandem.core.events import AnyEvent, SandboxRefused
 from tandem.record.sinks.nowhere import NowhereSink
 from tandem.sandbox.abilities import Ability
 from tandem.sandbox.audit import read
@@ -27,6 +28,15 @@ from tandem.sandbox.session import Session
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 ASK = "import urllib.request as u; print(u.urlopen('http://a.org:{port}/', timeout=9).read().decode())"
+
+
+class ListSink(NowhereSink):
+    def __init__(self) -> None:
+        self.events: list[AnyEvent] = []
+
+    def emit(self, event: AnyEvent, *, cause: int = -1) -> int:
+        self.events.append(event)
+        return len(self.events) - 1
 
 
 def allowing(*rules: str) -> NetworkPolicy:
@@ -140,6 +150,51 @@ def test_the_next_server_takes_up_policies_within_its_own_bound(tmp_path: Path) 
     asyncio.run(main())
 
 
+def test_the_budget_of_bytes_outlives_policies_and_servers(tmp_path: Path) -> None:
+    long = b"HTTP/1.1 200 OK\r\nContent-Length: 6000\r\n\r\n" + b"x" * 6000
+    policy = replace(allowing("a.org"), total_bytes=10_000)
+
+    async def main() -> None:
+        async with server(long) as (port, _):
+            async with manager(tmp_path / "s", leaves=True) as boxes:
+                box = await made(boxes, policy)
+                assert await ask(box, port) == "x" * 6000
+                counted = boxes.get(box.id).network_bytes  # before it may be needed: a killed server lost none
+                assert 6000 <= counted < 7500
+            async with manager(tmp_path / "s", leaves=True) as boxes:
+                assert 6000 <= boxes.get(box.id).network_bytes <= counted
+                await boxes.set_network(box.id, NetworkPolicy())
+                await boxes.set_network(box.id, policy)
+                assert await ask(boxes.session(box.id), port) != "x" * 6000
+                assert boxes.get(box.id).network_bytes > 6000
+            async with manager(tmp_path / "s") as boxes:
+                assert "403" in await ask(boxes.session(box.id), port)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_refused_connection_is_an_event(tmp_path: Path, state: bool) -> None:
+    async def main() -> None:
+        sink = ListSink()
+        backend = NamespaceBackend(names=Names(Table(a_org=["127.0.0.1"])))
+        boxes = SandboxManager(SandboxSection(warm=0), sink, backend=backend, state=tmp_path / "s" if state else None)
+        await boxes.open()
+        try:
+            async with server(ANSWER) as (port, _):
+                box = await made(boxes, allowing(f"a.org:{port}"))
+                assert await ask(box, port) == "hi" and "403" in await ask(box, port + 1)
+        finally:
+            await boxes.close()
+        refused = [event for event in sink.events if isinstance(event, SandboxRefused)]
+        assert {(event.sandbox_id, event.target, event.suppressed) for event in refused} == {
+            (box.id, f"a.org:{port + 1}", 0)
+        }
+        assert "no rule allows it" in refused[0].why
+
+    asyncio.run(main())
+
+
 def test_a_taken_port_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
     async def work(boxes: SandboxManager, port: int) -> None:
         box = await made(boxes, NetworkPolicy())
@@ -161,5 +216,5 @@ def test_a_recipes_addresses_are_its_operators() -> None:
     section = SandboxSection(network=NetworkSection(allow=("10.0.0.5:5432", "a.org"), connections=3, total_mb=1))
     policy = spec_of(section).network
     assert policy.private == policy.allow and policy.connections == 3 and policy.total_bytes == 2**20
-    with pytest.raises(ConfigError, match="127.1"):
+    with pytest.raises(ConfigError, match="sandbox.network.deny.*127.1"):
         spec_of(SandboxSection(network=NetworkSection(deny=("127.1",))))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 
 import httpx
 import openai
@@ -28,24 +29,24 @@ USER = {"role": "user", "content": "Count to five."}
 
 
 @contextlib.asynccontextmanager
-async def tiny_server(tool_format="auto", context=512):
+async def tiny_server(tool_format="auto", context=512, keys=(), **infer):
     """The ``tiny`` model behind a server; yields its address and engine."""
     folder = resolve_model("tiny")
     model = load_model(folder, dtype=torch.float32, device="cpu", numerics="exact")
     compute = ComputeQueue()
-    section = EngineSection(infer=InferSection(kv_tokens=4096, max_num_seqs=16, block_size=4))
+    section = EngineSection(infer=InferSection(**{"kv_tokens": 4096, "max_num_seqs": 16, "block_size": 4} | infer))
     engine = InferEngine(model, PublishedWeights(model), section, compute, max_context_tokens=context,
                          eos_ids=read_spec(folder).eos_ids)  # fmt: skip
     served = Served(engine=engine, renderer=Renderer(load_tokenizer(folder), tool_format), names=("tiny",),
-                    max_context_tokens=context)  # fmt: skip
+                    max_context_tokens=context, keys=keys)  # fmt: skip
     ready = asyncio.get_running_loop().create_future()
     server = asyncio.ensure_future(serve_forever(make_app(served), host="127.0.0.1", port=0, on_ready=ready.set_result))
     try:
-        yield await asyncio.wait_for(ready, 10), engine
+        yield await asyncio.wait_for(ready, 30), engine
     finally:
         server.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait_for(server, 10)
+            await asyncio.wait_for(server, 30)
         await engine.close()
         compute.close()
 
@@ -65,12 +66,91 @@ def test_streams_seeds_and_log_probabilities():
             await client.close()
             return alone, crowded, streamed, engine.stats()
 
-    alone, crowded, streamed, stats = asyncio.run(asyncio.wait_for(body(), 60))
+    alone, crowded, streamed, stats = asyncio.run(asyncio.wait_for(body(), 240))
     first, second = alone.choices[0], crowded.choices[0]
     assert first.token_ids == second.token_ids and first.message.content == second.message.content == streamed
     assert [each.logprob for each in first.logprobs.content] == [each.logprob for each in second.logprobs.content]
     assert crowded.usage.prompt_tokens_details.cached_tokens > 0
     assert stats.num_running == stats.num_waiting == stats.blocks_in_use == 0
+
+
+def test_branches_are_forks_that_compute_their_own_tokens_only():
+    async def body():
+        async with tiny_server() as (address, engine), httpx.AsyncClient(timeout=30, base_url=address) as client:
+            first = {"model": "tiny", "messages": [USER], "max_tokens": 40, "seed": 3}
+            said = (await client.post("/sessions/s/v1/chat/completions", json=first)).json()
+            history = [USER, said["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+            asked = {"model": "tiny", "messages": history, "max_tokens": 10, "seed": 5, "return_token_ids": True}
+            before = engine.stats().computed_tokens
+            forked = (await client.post("/sessions/s/v1/branches", json=asked | {"n": 4})).json()
+            computed = engine.stats().computed_tokens - before
+            session = (await client.get("/sessions/s/")).json()
+            prompt = {"model": "tiny", "prompt": forked["prompt_token_ids"], "max_tokens": 10, "return_token_ids": True}
+            # The first branch alone, on an engine that has everything: seeds are those of a request with n choices.
+            again = (await client.post("/v1/completions", json=prompt | {"seed": 5, "n": 4})).json()
+            return forked, again, session["turns"], computed
+
+    forked, again, turns, computed = asyncio.run(asyncio.wait_for(body(), 240))
+    length, trunk = forked["usage"]["prompt_tokens"], len(turns[0]["prompt_token_ids"]) + len(turns[0]["token_ids"])
+    first, *others = forked["usage"]["prompt_tokens_details"]["branches_cached_tokens"]
+    assert first == trunk - 1 and others == [length - 1] * 3  # the last token of an answer was never computed
+    answers = [choice["token_ids"] for choice in forked["choices"]]
+    assert computed == length - first + 3 + sum(len(answer) - 1 for answer in answers)
+    assert answers == [choice["token_ids"] for choice in again["choices"]]
+    assert [turn["parent"] for turn in turns] == [-1, 0, 0, 0, 0]
+
+
+def test_an_answer_that_is_given_up_for_new_weights_goes_on_under_them():
+    async def body():
+        async with tiny_server(at_publish="abort") as (address, engine):
+            client = openai.AsyncOpenAI(base_url=f"{address}/sessions/s/v1", api_key="none", max_retries=0)
+            weights, words, published = engine._weights, "", False
+            guided = {"guided_regex": "[a-z ]{200}"}
+            asked = {"model": "tiny", "messages": [USER], "max_tokens": 60, "seed": 3, "extra_body": guided}
+            async for chunk in await client.chat.completions.create(**asked, stream=True):
+                words += chunk.choices[0].delta.content or ""
+                if words and not published:
+                    published = await engine._compute.run("train", lambda: weights.bump(1)) is not None
+            async with httpx.AsyncClient(base_url=address) as plain:
+                (turn,) = (await plain.get("/sessions/s/")).json()["turns"]
+            await client.close()
+            return words, turn
+
+    words, turn = asyncio.run(asyncio.wait_for(body(), 240))
+    assert set(turn["weight_versions"]) == {0, 1} and turn["weight_versions"] == sorted(turn["weight_versions"])
+    assert len(turn["token_ids"]) == len(turn["logprobs"]) == len(turn["weight_versions"]) == 60
+    assert words == turn["content"] and re.fullmatch("[a-z ]+", words)
+
+
+def test_a_key_with_many_requests_leaves_another_its_share():
+    async def body():
+        async with tiny_server(keys=("many", "one"), max_num_seqs=2) as (address, engine):
+            ended = []
+            plain = httpx.AsyncClient(timeout=30)
+            clients = {
+                key: openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, http_client=plain)
+                for key in ("many", "one")
+            }
+
+            async def ask(key, name, **fields):
+                await clients[key].completions.create(model="tiny", prompt=[5, 6, 7], **fields)
+                ended.append(name)
+
+            crowd = [asyncio.ensure_future(ask("many", "many", max_tokens=100, seed=n)) for n in range(16)]
+            while engine.stats().num_running + engine.stats().num_waiting < 12:
+                await asyncio.sleep(0.001)
+            await ask("one", "one", max_tokens=2)
+            before = len(ended)
+            await asyncio.gather(*crowd)
+            with pytest.raises(openai.BadRequestError) as group:
+                await ask("one", "x", extra_body={"group": "mine"})
+            with pytest.raises(openai.BadRequestError) as priority:
+                await ask("one", "x", extra_body={"priority": 3})
+            await plain.aclose()
+            return before, group.value.param, priority.value.param
+
+    before, *fields = asyncio.run(asyncio.wait_for(body(), 240))
+    assert before <= 12 and fields == ["group", "priority"]  # in one line it would have been behind all sixteen
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -83,12 +163,12 @@ def test_a_client_that_goes_away_frees_its_blocks(stream):
                 await asyncio.sleep(0.01)
             going.cancel()
             await asyncio.wait([going])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while engine.stats().num_running or engine.stats().blocks_in_use:
                     await asyncio.sleep(0.01)
             return engine.stats().generated_tokens
 
-    assert asyncio.run(asyncio.wait_for(body(), 60)) < 1600
+    assert asyncio.run(asyncio.wait_for(body(), 240)) < 1600
 
 
 SCHEMA = {
@@ -118,7 +198,7 @@ def test_a_random_model_follows_a_schema_and_scores_what_it_said():
             await client.close()
             return guided, worded, broken.value, said, again
 
-    guided, worded, broken, said, again = asyncio.run(asyncio.wait_for(body(), 60))
+    guided, worded, broken, said, again = asyncio.run(asyncio.wait_for(body(), 240))
     for reply in guided:
         found = json.loads(reply.choices[0].message.content)
         assert found["colour"] in ("red", "green") and 0 <= found["count"] <= 99
@@ -214,7 +294,7 @@ def test_mixed_requests_at_once_get_their_serial_answers():
         going = set(range(3, 150, 5))
         async with tiny_server() as (address, engine):
             limits = httpx.Limits(max_connections=200, max_keepalive_connections=0)  # none that a server may just close
-            async with httpx.AsyncClient(base_url=address, timeout=60, limits=limits) as client:
+            async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
                 alone = [
                     None if number in going else await answer_of(client, path, body)
                     for number, (path, body) in enumerate(requests)
@@ -233,12 +313,12 @@ def test_mixed_requests_at_once_get_their_serial_answers():
                             assert one == other, (number, requests[number])
                         else:
                             assert isinstance(other, (dict, asyncio.CancelledError)), other
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(30):
                         while (stats := engine.stats()).num_running or stats.num_waiting or stats.blocks_in_use:
                             await asyncio.sleep(0.01)
             return stats
 
-    stats = asyncio.run(asyncio.wait_for(body(), 120))
+    stats = asyncio.run(asyncio.wait_for(body(), 240))
     assert stats.blocks_in_use == 0 and stats.cached_tokens > 0
 
 
@@ -265,7 +345,7 @@ def test_a_random_model_calls_the_tool_that_it_must_call_streamed_or_not(choice,
             await client.close()
             return whole, streamed
 
-    whole, streamed = asyncio.run(asyncio.wait_for(body(), 60))
+    whole, streamed = asyncio.run(asyncio.wait_for(body(), 240))
     for made in whole:
         (call,) = made.choices[0].message.tool_calls
         assert made.choices[0].finish_reason == "tool_calls" and not made.choices[0].message.content
@@ -273,4 +353,5 @@ def test_a_random_model_calls_the_tool_that_it_must_call_streamed_or_not(choice,
         wanted = {"look": ("where", ["here", "there"]), "add": ("a", [1, 2])}[call.function.name]
         assert arguments[wanted[0]] in wanted[1] and (choice == "required" or call.function.name == "add")
     first = whole[0].choices[0].message.tool_calls[0].function
-    assert [(call.function.name, call.function.arguments) for call in streamed] == [(first.name, first.arguments)]
+    assert [call.function.name for call in streamed] == [first.name] + [None] * (len(streamed) - 1)
+    assert "".join(call.function.arguments for call in streamed) == first.arguments and len(streamed) > 2

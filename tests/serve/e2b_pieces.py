@@ -116,6 +116,7 @@ class RunningServer:
     """A sandbox server in a thread with an event loop of its own."""
 
     def __init__(self, state: Path, **section: Any) -> None:
+        self.state = state
         self._options = ServerOptions(state=state, images=state / "images")
         self._section = SandboxSection(warm=0, **section)
         self._ready = threading.Event()
@@ -137,7 +138,7 @@ class RunningServer:
     def __exit__(self, *_: object) -> None:
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
+        self._thread.join(30)
         assert not self._thread.is_alive(), "the server did not end"
 
     async def _serve(self) -> None:

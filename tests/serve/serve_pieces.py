@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import lru_cache
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tandem.core.errors import PromptTooLong
-from tandem.core.types import Completion, EngineStats, FinishReason, GenerateRequest, WeightVersion, floats, ids
+from tandem.core.errors import NotRunning, PromptTooLong
+from tandem.core.types import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    Sampled,
+    Top,
+    WeightVersion,
+    floats,
+    ids,
+)
 from tandem.serve.generation import Served
 from tandem.serve.openai import make_app
 from tandem.serve.server import serve_forever
@@ -27,8 +38,8 @@ CHATML = (
 PAIRS = ("AB", "CD", "EF")  # one token each
 
 
-@lru_cache(maxsize=2)
-def renderer(tool_format: str = "fence") -> Renderer:
+@lru_cache(maxsize=8)
+def renderer(tool_format: str = "fence", reasoning: str = "auto") -> Renderer:
     """ChatML; every byte is a token, and so are ``PAIRS``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: number for number, symbol in enumerate([*alphabet, *PAIRS])}
@@ -37,7 +48,7 @@ def renderer(tool_format: str = "fence") -> Renderer:
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(["<|im_start|>", END])
     loaded = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, chat_template=CHATML)
-    return Renderer(Tokenizer(loaded, name="characters"), tool_format)
+    return Renderer(Tokenizer(loaded, name="characters"), tool_format, reasoning)
 
 
 def say(text: str, *, end: bool = True) -> list[int]:
@@ -45,23 +56,47 @@ def say(text: str, *, end: bool = True) -> list[int]:
     return [*tokenizer.encode(text), *([tokenizer.special_tokens[END]] if end else [])]
 
 
-class ScriptedEngine:
-    """A ``TokenEngine`` that says what ``script`` returns, one token a step, and stops at end tokens and limits."""
+def sampled(request: GenerateRequest, made: Sequence[int], start: int) -> Sampled:
+    """The tokens of an answer from ``start`` on, with numbers that tell their places."""
+    tops = None
+    if request.params.top_logprobs:
+        tops = tuple(Top(token_ids=ids([token, 65]), logprobs=floats([-0.5, -2])) for token in made[start:])
+    scores = scored_tops = None
+    if request.params.prompt_logprobs and start == 0:
+        scores = floats(-0.125 * place for place in range(1, len(request.prompt_ids)))
+        if tops is not None:
+            scored_tops = tuple(Top(token_ids=ids([66]), logprobs=floats([-1])) for _ in scores)
+    return Sampled(
+        token_ids=ids(made[start:]),
+        logprobs=floats(-0.25 * (place + 1) for place in range(start, len(made))),
+        tops=tops,
+        prompt_logprobs=scores,
+        prompt_tops=scored_tops,
+    )
 
-    def __init__(self, script: Callable[[GenerateRequest], Sequence[int]], *, step_s: float = 0.0) -> None:
+
+class ScriptedEngine:
+    """A ``TokenEngine`` that says what ``script`` returns, one token a step, and stops at end tokens and limits.
+    ``at_once``: so many tokens are told together."""
+
+    def __init__(
+        self, script: Callable[[GenerateRequest], Sequence[int]], *, step_s: float = 0.0, at_once: int = 1
+    ) -> None:
         self.script = script
         self.step_s = step_s
+        self.at_once = at_once
         self.requests: list[GenerateRequest] = []
         self.num_waiting = 0
         self.running: set[str] = set()
         self.cancelled: list[str] = []
+        self.forks: list[str] = []
         self._aborted: set[str] = set()
 
     async def generate(
         self,
         request: GenerateRequest,
         *,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: Callable[[Sampled], None] | None = None,
         guide: object = None,
     ) -> Completion:
         self.requests.append(request)
@@ -79,8 +114,8 @@ class ScriptedEngine:
                     reason = FinishReason.ABORT
                     break
                 made.append(token_id)
-                if on_tokens is not None:
-                    on_tokens([token_id])
+                if on_tokens is not None and len(made) % self.at_once == 0:
+                    on_tokens(sampled(request, made, len(made) - self.at_once))
                 if token_id in request.params.stop_token_ids:
                     reason = FinishReason.STOP
                     break
@@ -89,14 +124,37 @@ class ScriptedEngine:
             raise
         finally:
             self.running.discard(request.id)
+        told = sampled(request, made, 0)
         return Completion(
             request_id=request.id,
-            token_ids=ids(made),
-            logprobs=floats(-0.25 * (place + 1) for place in range(len(made))),
+            token_ids=told.token_ids,
+            logprobs=told.logprobs,
             versions=ids([3] * len(made)),
             finish_reason=reason,
             num_cached_tokens=5,
+            tops=told.tops,
+            prompt_logprobs=told.prompt_logprobs,
+            prompt_tops=told.prompt_tops,
         )
+
+    async def fork(
+        self,
+        request_id: str,
+        forks: Mapping[str, int],
+        *,
+        at: int | None = None,
+        on_tokens: Callable[[str, Sampled], None] | None = None,
+        guides: object = None,
+    ) -> list[Completion]:
+        if request_id not in self.running:
+            raise NotRunning(f"request {request_id} is not running")
+        assert at == 0 and on_tokens is not None
+        parent = next(request for request in self.requests if request.id == request_id)
+        self.forks += forks
+        return [
+            await self.generate(replace(parent, id=name, seed=seed), on_tokens=partial(on_tokens, name))
+            for name, seed in forks.items()
+        ]
 
     async def abort(self, request_id: str) -> None:
         self._aborted.add(request_id)
@@ -113,11 +171,16 @@ class ScriptedEngine:
 
 
 def served(
-    engine: ScriptedEngine, *, tool_format: str = "fence", max_context_tokens: int = 2048, **more: object
+    engine: ScriptedEngine,
+    *,
+    tool_format: str = "fence",
+    reasoning: str = "auto",
+    max_context_tokens: int = 2048,
+    **more: object,
 ) -> Served:
     return Served(
         engine=engine,
-        renderer=renderer(tool_format),
+        renderer=renderer(tool_format, reasoning),
         names=("small", "run-7"),
         max_context_tokens=max_context_tokens,
         **more,
@@ -130,8 +193,8 @@ async def serving(what: Served) -> AsyncIterator[str]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.ensure_future(serve_forever(make_app(what), host="127.0.0.1", port=0, on_ready=ready.set_result))
     try:
-        yield await asyncio.wait_for(ready, 10)
+        yield await asyncio.wait_for(ready, 30)
     finally:
         server.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait_for(server, 10)
+            await asyncio.wait_for(server, 30)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serve_pieces import END, renderer, say
 
 from tandem.core.types import FinishReason, ToolSpec, ids
-from tandem.serve.answer import AnswerReader, StopStrings, longest_tail
+from tandem.serve.answer import AnswerReader, StopStrings
+from tandem.text.reasoning import Reasoning
 
 PYTHON = ToolSpec(
     name="python",
@@ -27,6 +30,19 @@ def read(token_ids, *, limit=10**6, tools=(), stops=(), size=1, tool_format="fen
         streamed += reader.push(made[start : start + size])
     last, answer = reader.finish(ids(made), FinishReason.STOP if ended else FinishReason.LENGTH)
     return streamed + last, answer
+
+
+def joined(pieces):
+    """Name and arguments of each call; the name comes first and alone."""
+    calls = {}
+    for piece in pieces:
+        if piece.name:
+            assert piece.index == len(calls) and not piece.arguments
+            calls[piece.index] = (piece.name, "")
+        else:
+            assert piece.index == len(calls) - 1 and piece.arguments
+            calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
+    return list(calls.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -86,11 +102,17 @@ def test_a_call_of_forty_tokens_under_every_limit(tool_format):
         streamed, answer = read(token_ids, limit=limit, tools=[PYTHON], tool_format=tool_format)
         assert streamed == answer.content
         if limit < length:
-            assert answer.finish_reason is FinishReason.LENGTH and not answer.calls
-            assert answer.content == form.format("1" * room)[:limit], "cut text is not lost"
+            assert answer.finish_reason is FinishReason.LENGTH
+            if answer.calls:  # it has a name and the beginning of its arguments
+                (cut,) = answer.calls
+                assert cut.call.name == "python" and answer.content == "" and not cut.is_whole
+                begun = json.dumps({"code": "1" * room}).replace(" ", "" if tool_format == "hermes" else " ")
+                assert begun.startswith(cut.text.replace("\\n", "").rstrip("`")) and cut.text.count("1") <= limit
+            else:
+                assert answer.content == form.format("1" * room)[:limit], "cut text is not lost"
         else:
             assert answer.finish_reason is FinishReason.TOOL_CALLS
-            assert [call.arguments for call in answer.calls] == [{"code": "1" * room}]
+            assert [told.call.arguments for told in answer.calls] == [{"code": "1" * room}]
             assert answer.content == ""
 
 
@@ -101,6 +123,63 @@ def test_words_before_a_call_are_streamed_and_the_call_is_not():
     assert streamed == "I will see."
     last, answer = reader.finish(ids(token_ids), FinishReason.STOP)
     assert (last, answer.content, answer.finish_reason) == ("", "I will see.", FinishReason.TOOL_CALLS)
+
+
+THINK = Reasoning(opening="<think>", closing="</think>")
+OPENED = Reasoning(opening="<think>", closing="</think>", is_opened=True)
+PIECES = {
+    "fence": ["```python\n1+1\n```\n", "```python\n2", "``", "```text\nx\n```\n"],
+    "hermes": ['<tool_call>{"name": "python", "arguments": {"code": "</tool_call>"}}</tool_call>', "<tool_call>{", "<"],
+    "llama": ['{"name": "python", "parameters": {"code": "}"}}', '{"a": 1}', '{"name', "{", "; "],
+    "json": ['{"name": "python", "arguments": {"code": "{"}}', '{"a": 1}', '{"name', "{", "\n", "[", "]",
+             '[{"name": "python", "arguments": {"code": "["}}, {"name": "python", "arguments": {}}]'],
+    "pythonic": ['[python(code="]")]', "[python(", "[1]", "["],
+    "gemma": ['```tool_code\npython(code="``")\n```', "```tool_code\npy", "``"],
+}
+CLOSED = {form: pieces[0] for form, pieces in PIECES.items()}
+
+
+@pytest.mark.parametrize("form", PIECES)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_cutting_of_the_stream_gives_the_same_answer(form, data):
+    """Of every format, thoughts before it or not: words, calls, thoughts and reason."""
+    pieces = [*PIECES[form], "word ", "\n", "é", "<think>hm ", "</think>"]
+    parts = data.draw(st.lists(st.sampled_from(pieces), max_size=7))
+    token_ids = say("".join(parts), end=data.draw(st.booleans()))
+    cuts = sorted({0, len(token_ids), *data.draw(st.lists(st.integers(0, len(token_ids)), max_size=8))})
+    tools = data.draw(st.sampled_from([[PYTHON], []]))
+    tags = data.draw(st.sampled_from([THINK, OPENED, None]))
+
+    def given_out(pieces):
+        reader = AnswerReader(renderer(form), tools, data_stops, reasoning=tags)
+        words, thoughts, calls = "", "", []
+        for piece in pieces:
+            words += reader.push(piece)
+            thoughts += reader.take_reasoning()
+            calls += reader.take_calls()
+        last, answer = reader.finish(ids(token_ids), FinishReason.STOP)
+        assert (words + last, thoughts + reader.take_reasoning()) == (answer.content, answer.reasoning)
+        told = joined(calls + reader.take_calls())
+        assert told == [(one.call.name, one.text) for one in answer.calls[: len(told)]]
+        return answer
+
+    data_stops = data.draw(st.sampled_from([[], ["d\n"]]))
+    pieces = [token_ids[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert given_out(pieces) == given_out([token_ids]) == given_out([[each] for each in token_ids])
+
+
+@pytest.mark.parametrize("form", CLOSED)
+def test_thoughts_are_apart_from_words_and_calls_and_counted_to_the_token(form):
+    thought = f"<think>\nI could {CLOSED[form]} DE\n</think>"
+    token_ids = say(f"{thought}\n\nSo:\n{CLOSED[form]}")
+    reader = AnswerReader(renderer(form), [PYTHON], ["DE"], reasoning=THINK)
+    for token_id in token_ids:
+        reader.push([token_id])
+    _, answer = reader.finish(ids(token_ids), FinishReason.STOP)
+    assert answer.reasoning == thought.removeprefix("<think>").removesuffix("</think>").strip()
+    assert answer.content == "So:" and len(answer.calls) == 1
+    assert answer.num_reasoning_tokens == len(say(thought, end=False))
 
 
 PARTS = ["word ", "\n", "```python\n1+1\n```", "``", "```text\nx\n```\n", "é", "<think>", "</think>"]
@@ -130,7 +209,7 @@ def test_where_one_call_is_wanted_the_answer_ends_with_it() -> None:
     assert reader.stopped
     last, answer = reader.finish(whole, FinishReason.STOP)
     assert (given + last).strip() == answer.content == "Look:"
-    assert [call.arguments for call in answer.calls] == [{"code": "1"}]
+    assert [told.call.arguments for told in answer.calls] == [{"code": "1"}]
     assert answer.finish_reason is FinishReason.TOOL_CALLS
     assert renderer().tokenizer.decode(whole[: answer.num_tokens]) == "Look:\n```python\n1\n```"
 
@@ -139,9 +218,3 @@ def test_an_end_token_in_the_middle_is_text_and_at_the_end_is_not():
     end = renderer().tokenizer.special_tokens[END]
     _, answer = read([*say("A", end=False), end, *say("B", end=False), end])
     assert answer.content == f"A{END}B" and answer.num_tokens == 4
-
-
-def test_longest_tail():
-    assert longest_tail("abc", ["cd", "bcx"]) == 2
-    assert longest_tail("abc", ["abc"]) == 0
-    assert longest_tail("", ["x"]) == 0

@@ -65,13 +65,14 @@ def test_streamed_and_whole_agree_with_echo_stop_and_logprobs():
     async def body(client, engine):
         for fields in ({}, {"echo": True}, {"stop": "DE", "logprobs": 0}, {"max_tokens": 2}):
             whole = await complete(client, **{"max_tokens": 20, **fields})
-            text, reason, last = "", None, None
+            text, reason, tokens = "", None, []
             async for chunk in await complete(client, stream=True, **{"max_tokens": 20, **fields}):
                 for choice in chunk.choices:
                     text += choice.text
-                    reason, last = choice.finish_reason or reason, choice
+                    reason = choice.finish_reason or reason
+                    tokens += choice.logprobs.tokens if choice.logprobs else []
             assert (text, reason) == (whole.choices[0].text, whole.choices[0].finish_reason)
-            assert last.logprobs == whole.choices[0].logprobs
+            assert tokens == (whole.choices[0].logprobs.tokens if whole.choices[0].logprobs else [])
             seen.append((fields, text, reason, whole.choices[0].logprobs))
 
     seen: list = []

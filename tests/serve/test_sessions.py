@@ -56,6 +56,28 @@ def test_a_conversation_goes_on_from_the_very_ids_that_were_sampled():
     assert set(second["weight_versions"]) == {3} and first["tool_calls"][0]["name"] == "python"
 
 
+def test_a_call_that_was_cut_comes_back_and_goes_on_from_its_ids():
+    said = say('<tool_call>\n{"name": "python", "arguments": {"code": "print(1')
+
+    async def body(client, engine):
+        async with recorded(client, "cut") as agent:
+            first = await ask(agent, [USER], tools=[TOOL], max_tokens=len(said) - 1)
+            result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "not JSON"}
+            await ask(agent, [USER, first, result], tools=[TOOL], max_tokens=5)
+            # The same in a conversation that nobody sampled: its words are written as they were told.
+            await ask(client, [USER, first, result], tools=[TOOL], max_tokens=5)
+        return first, (await shown(client, "cut")).json()["turns"], engine.requests[-1]
+
+    first, turns, plain = talk(lambda _: said, body, tool_format="hermes")
+    (call,) = first["tool_calls"]
+    assert call["function"] == {"name": "python", "arguments": '{"code": "print(1'}
+    assert turns[0]["finish_reason"] == "length" and turns[0]["tool_calls"][0]["arguments"] == '{"code": "print(1'
+    assert [turn["parent"] for turn in turns] == [-1, 0]
+    kept = turns[0]["prompt_token_ids"] + said[:-1]
+    assert turns[1]["prompt_token_ids"][: len(kept)] == kept
+    assert '"arguments": {"code": "print(1}' in renderer().tokenizer.decode(plain.prompt_ids)
+
+
 def test_another_history_branches_or_begins_anew():
     async def body(client, engine):
         async with recorded(client, "b") as agent:
@@ -79,16 +101,18 @@ def test_branches_fork_a_conversation_at_a_message():
             more = {"role": "user", "content": "and?"}
             second = await ask(agent, [USER, first, more])
             url = f"{address}/sessions/c/v1/branches"
-            fields = {"model": "small", "messages": [USER, first, more, second], "at": 3, "n": 3}
+            fields = {"model": "small", "messages": [USER, first, more, second], "at": 3, "n": 3, "seed": 7}
             forked = (await plain.post(url, json=fields)).json()
             chosen = forked["choices"][2]["message"]
             await ask(agent, [USER, first, more, chosen, more])
             lost = await plain.post(url, json=fields | {"messages": [USER, {**first, "content": "no"}, more], "at": 3})
             wrong = await plain.post(url, json=fields | {"at": 9})
-        return (await shown(client, "c")).json()["turns"], lost, wrong
+        return (await shown(client, "c")).json()["turns"], lost, wrong, engine.forks
 
-    turns, lost, wrong = talk(lambda request: say(f"{request.seed % 1000}"), body)
+    # All answers are of one length, so that they end in the order of their numbers.
+    turns, lost, wrong, forks = talk(lambda request: say(f"{request.seed % 1000:03}"), body)
     assert [turn["parent"] for turn in turns] == [-1, 0, 0, 0, 0, 4]
+    assert len(forks) == 2
     assert lost.status_code == 400 and lost.json()["error"]["param"] == "messages"
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "at"
 

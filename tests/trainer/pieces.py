@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
+from tandem.core.errors import RecordError
 from tandem.core.events import AnyEvent
 from tandem.core.types import (
     BatchPlan,
@@ -73,10 +75,18 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.saved: dict[int, dict[str, object]] = {}
+        self.begun: list[int] = []
+        self.fails_at = -1
 
-    def save(self, step: int, extra: Mapping[str, object]) -> str:
-        self.saved[step] = dict(extra)
-        return f"memory/{step}"
+    def begin(self, step: int, extra: Mapping[str, object]) -> Future[str]:
+        self.begun.append(step)
+        future: Future[str] = Future()
+        if step == self.fails_at:
+            future.set_exception(RecordError(f"no space left for step {step}"))
+        else:
+            self.saved[step] = dict(extra)
+            future.set_result(f"memory/{step}")
+        return future
 
     def latest(self) -> int | None:
         return max(self.saved, default=None)

@@ -9,7 +9,7 @@ import pytest
 from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.trainer import TrainerSection
-from tandem.core.errors import EngineError
+from tandem.core.errors import EngineError, RecordError
 from tandem.core.events import CheckpointSaved, StepFinished, WaitStalled, WeightsPublished
 from tandem.core.types import WeightVersion
 from tandem.trainer.batcher import Batcher
@@ -22,7 +22,9 @@ START = WeightVersion(number=0, step=0)
 class Run:
     """A loop on small parts. Rollout is one function: each version that comes back releases the next groups."""
 
-    def __init__(self, section: TrainerSection, *, groups_per_step: int = 2, rewards=(1.0, 0.0)) -> None:
+    def __init__(
+        self, section: TrainerSection, *, groups_per_step: int = 2, rewards=(1.0, 0.0), rests: bool = False
+    ) -> None:
         self.sink, self.store, self.engine, self.source = MemorySink(), MemoryStore(), CountingEngine(), QueueSource()
         self.order: list[str] = []
         self.reports: list[int] = []
@@ -32,6 +34,7 @@ class Run:
                 engine=self.engine, source=self.source, sink=self.sink, store=self.store,
                 report=self.reports.append, on_version=self.on_version,
                 evaluate=self.evaluate, extra=lambda: {"rollout": {"next": self.released}},
+                rest=self.rest if rests else None,
             ),
             Batcher(GRPO, TrainSection(), staleness=0, sink=self.sink),
             section, groups_per_step=groups_per_step, stall_warning_s=0.05, give_up_after_s=0.2,
@@ -46,6 +49,9 @@ class Run:
     async def on_version(self, version: WeightVersion) -> None:
         self.order.append(f"version {version.number} of step {version.step}")
         self.release(version.number)
+
+    async def rest(self) -> None:
+        self.order.append(f"rest before plan {len(self.engine.plans) + 1}, {self.source.queue.qsize()} groups wait")
 
     async def evaluate(self, step: int) -> None:
         self.order.append(f"evaluate {step}")
@@ -149,3 +155,21 @@ def test_a_penalty_without_reference_is_refused_at_once() -> None:
             run.loop._to, Batcher(dataclasses.replace(GRPO, kl_weight=0.1), TrainSection(), staleness=0, sink=run.sink),
             TrainerSection(), groups_per_step=1, stall_warning_s=1.0, give_up_after_s=1.0,
         )  # fmt: skip
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run() -> None:
+    run = Run(TrainerSection(steps=5, checkpoint_every=2))
+    run.store.fails_at = 2
+    with pytest.raises(RecordError, match="no space left for step 2"):
+        asyncio.run(run.loop.run(START))
+    assert run.loop.step < 5 and run.store.begun == [2] and not run.sink.of(CheckpointSaved)
+
+
+def test_the_engine_rests_before_each_step_trains() -> None:
+    run = Run(TrainerSection(steps=2), rests=True)
+    asyncio.run(run.loop.run(START))
+    assert run.order[:3] == ["rest before plan 1, 0 groups wait", "version 1 of step 1",
+                             "rest before plan 2, 0 groups wait"]  # fmt: skip
+    idle = Run(TrainerSection(steps=1), rewards=(None, None), rests=True)
+    asyncio.run(idle.loop.run(START))
+    assert not any(each.startswith("rest") for each in idle.order), "nothing is trained"

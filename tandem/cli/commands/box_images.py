@@ -42,6 +42,7 @@ def build(
     file: Path | None = typer.Option(None, "--file", "-f", help="Dockerfile; default: the folder's."),
     argument: list[str] = typer.Option([], "--build-arg", help="NAME=VALUE of an ARG; may be repeated."),
     target: str = typer.Option("", help="Stage to stop at."),
+    warm: list[str] = typer.Option([], help="Python module that boxes of a server have imported; may be repeated."),
     fresh: bool = typer.Option(False, help="Run every step, whatever was built before."),
 ) -> None:
     """Build a template from a Dockerfile and print its build id.
@@ -55,4 +56,4 @@ def build(
     words.refuse_misspelt(context)
     recipe, _ = load(flags=list(context.args))
     print(build_template(recipe.sandbox, folder, names=name, file=file or folder / "Dockerfile",
-                         arguments=pairs(argument, "--build-arg"), target=target, fresh=fresh))  # fmt: skip
+                         arguments=pairs(argument, "--build-arg"), target=target, fresh=fresh, warm=warm))  # fmt: skip

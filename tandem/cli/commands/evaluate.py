@@ -7,7 +7,7 @@ import typer
 from tandem.cli import words
 
 WHAT_HELP = (
-    "A run (its exported model and recipe), or a model: a folder, a .gguf file, smollm2, tiny. "
+    "A run (its exported model and recipe), or a model: a folder, a .gguf file, smollm2, gemma3, tiny. "
     "Default: the recipe's."
 )
 

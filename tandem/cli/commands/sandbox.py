@@ -76,6 +76,7 @@ def _split(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 async def _run(section: SandboxSection, command: list[str], files: list[Path], timeout_s: float) -> ExecResult:
+    from tandem.sandbox.images.library import ImageLibrary
     from tandem.sandbox.manager import SandboxManager, spec_of
 
     data = {}
@@ -83,7 +84,7 @@ async def _run(section: SandboxSection, command: list[str], files: list[Path], t
         if not path.is_file():
             raise ConfigError(f"no file {path}")
         data[path.name] = path.read_bytes()
-    boxes = SandboxManager(section, NowhereSink())
+    boxes = SandboxManager(section, NowhereSink(), templates=ImageLibrary())
     try:
         box = await boxes.create(spec_of(section))
         for name, content in data.items():

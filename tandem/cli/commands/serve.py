@@ -13,7 +13,9 @@ def add(app: typer.Typer) -> None:
 
 def serve(
     context: typer.Context,
-    model: str = typer.Argument(help="A run (its exported model), or a model: a folder, a .gguf file, smollm2, tiny."),
+    model: str = typer.Argument(
+        help="A run (its exported model), or a model: a folder, a .gguf file, smollm2, gemma3, tiny."
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0: any free one."),
     api_key: list[str] = typer.Option([], envvar="TANDEM_API_KEY", help="Let in who has this key (may be repeated)."),

@@ -26,5 +26,11 @@ class OptimizerSection(Section):
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay; norms and biases are exempt."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """What the two moments of the matrices are kept as: `8bit` takes a quarter of the memory, is rounded in blocks of
+    256 numbers, and costs some time at each update."""
+    offload: bool = False
+    """Keep masters and moments on the CPU, and update there, while the weights are on an accelerator; where those are
+    on the CPU it changes nothing."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Clip the global gradient norm to this; 0: no clipping."""

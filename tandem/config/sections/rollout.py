@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from tandem.config.sections.section import Section
@@ -19,6 +21,11 @@ class RolloutSection(Section):
     """Most episodes in flight."""
     retries: int = Field(default=2, ge=0)
     """Fresh attempts after a retryable failure of an episode."""
+    at_abort: Literal["resume", "retry"] = "resume"
+    """What becomes of a turn that the engine gave up because weights were published (`engine.infer.at_publish =
+    "abort"`). `resume`: it goes on under the new weights from the tokens that it has, which keep their
+    log-probabilities and versions; `retry`: the episode fails and is tried again from its beginning, at most `retries`
+    times."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer computes its log-probabilities at the same one."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -17,6 +17,10 @@ class TrainerSection(Section):
     machine; one process on a CPU. The gradient does not depend on it."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for another device's process; then the run ends with its name."""
+    gap_alarm: float | None = Field(default=None, ge=0)
+    """Warn when the sampler's and the trainer's log-probabilities of tokens of the current weights differ by more than
+    this on average over a step (`logprob_gap_mean`), once until they no longer do. Unset: 0 where sampling is exact,
+    0.1 where it is not: another engine, `engine.numerics = "fast"`, weights of 8 bits."""
     deterministic: bool = False
     """Same recipe, same bits: groups are taken in order, and a resumed run equals an uninterrupted one."""
     eval_every: int = Field(default=0, ge=0)

@@ -12,15 +12,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from tandem.config.sections.engine import EngineSection
-from tandem.core.errors import EngineError, PromptTooLong
+from tandem.core.errors import EngineError, NotRunning, PromptTooLong
 from tandem.core.protocols import TokenGuide
-from tandem.core.types import Completion, EngineStats, GenerateRequest, WeightVersion
+from tandem.core.types import Completion, EngineStats, GenerateRequest, Sampled, WeightVersion
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.kv_cache import BlockManager
 from tandem.engine.infer.request import Request
@@ -43,7 +44,7 @@ class _Flight:
     __slots__ = ("future", "on_tokens", "request")
 
     def __init__(
-        self, request: Request, future: asyncio.Future[Completion], on_tokens: Callable[[Sequence[int]], None] | None
+        self, request: Request, future: asyncio.Future[Completion], on_tokens: Callable[[Sampled], None] | None
     ) -> None:
         self.request = request
         self.future = future
@@ -84,29 +85,33 @@ class InferEngine:
         tier = Tier(num_outside, self._costs) if num_outside else None
         self._blocks = BlockManager(num_blocks, infer.block_size, tier)
         self._scheduler = Scheduler(
-            self._blocks, seats, max_step_tokens=infer.max_step_tokens, prefix_cache=infer.prefix_cache
+            self._blocks,
+            seats,
+            max_step_tokens=infer.max_step_tokens,
+            prefix_cache=infer.prefix_cache,
+            at_publish=infer.at_publish,
         )
-        self._runner = Runner(model, seats, num_blocks, infer.block_size, num_outside)
+        records = infer.record_routes and model.spec.experts is not None
+        self._runner = Runner(model, seats, num_blocks, infer.block_size, num_outside, record_routes=records)
         if num_outside:
             self._costs.copied(1, self._runner.block_copy_s())
         self._flights: dict[Request, _Flight] = {}
         self._by_id: dict[str, Request] = {}  # those that may be aborted
         self._arrivals: list[Request] = []  # in flight, not yet with the scheduler
         self._forked: list[Request] = []  # others go on from their last token: tell the scheduler between two steps
-        self._ended: list[Request] = []  # aborted or cancelled: leave between two steps
+        self._ended: list[Request] = []  # aborted, cancelled or given up: leave between two steps
         self._pump: asyncio.Task[None] | None = None
         self._ticket: object = None  # of the pump whose steps count: a late job of a cancelled one does nothing
         self._lock = threading.Lock()  # over the scheduler: a step has it, or the event loop between two steps
         self._closed = False
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._computed_tokens = 0
-        self._num_forks = 0
         self._busy_s = 0.0
 
     async def generate(
         self,
         request: GenerateRequest,
         *,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: Callable[[Sampled], None] | None = None,
         guide: TokenGuide | None = None,
     ) -> Completion:
         """Run one request to its end (see ``TokenEngine``)."""
@@ -127,40 +132,40 @@ class InferEngine:
     async def fork(
         self,
         request_id: str,
-        seeds: Sequence[int],
+        forks: Mapping[str, int],
         *,
         at: int | None = None,
-        guides: Sequence[TokenGuide] = (),
+        on_tokens: Callable[[str, Sampled], None] | None = None,
+        guides: Mapping[str, TokenGuide] | None = None,
     ) -> list[Completion]:
-        """Let a running request's answer, cut at ``at`` tokens (None: all it has now), go on in as many ways as there
-        are ``seeds``, each to its end; the request itself goes on. Keys and values of whole blocks are shared, what
-        is in the last one is copied. Token t of a fork draws from (its seed, t), t counted from the start of the
-        answer, so one with the parent's seed becomes the parent's answer. A fork holds no room before it is admitted.
-
-        Raises:
-            EngineError: no such request is running, its answer is shorter, or nothing can follow that token.
-        """
+        """Let a running request's answer go on in several ways (see ``TokenEngine``). A fork holds no room before it
+        is admitted; without the prefix cache it computes everything itself."""
         parent = self._by_id.get(request_id)
         if parent is None:
-            raise EngineError(f"request {request_id} is not running, so it cannot be forked")
+            raise NotRunning(f"request {request_id} is not running, so it cannot be forked")
         has = parent.num_generated
         at = has if at is None else at
         if not 0 <= at <= has:
             raise EngineError(f"request {request_id} has {has} tokens of its answer; it cannot be forked at {at}")
-        if (parent.guide is None) != (not guides) or len(guides) not in (0, len(seeds)):
+        guides = guides or {}
+        if guides.keys() != (set() if parent.guide is None else forks.keys()):
             raise EngineError(f"request {request_id}: each fork of a guided request needs a guide of its own")
-        self._num_forks += 1
         begun = parent.completion(at)
-        forks = [
-            replace(parent.asked, id=f"{request_id}/{self._num_forks}.{place}", seed=seed, so_far=begun)
-            for place, seed in enumerate(seeds)
-        ]
         self._forked.append(parent)
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.generate(fork, guide=guides[place] if guides else None))
-                for place, fork in enumerate(forks)
-            ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        self.generate(
+                            replace(parent.asked, id=name, seed=seed, so_far=begun),
+                            on_tokens=None if on_tokens is None else partial(on_tokens, name),
+                            guide=guides.get(name),
+                        )
+                    )
+                    for name, seed in forks.items()
+                ]
+        except BaseExceptionGroup as errors:  # the first failure ended the others
+            raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def abort(self, request_id: str) -> None:
@@ -312,7 +317,7 @@ class InferEngine:
             flight = self._flights[request]
             if flight.on_tokens is not None and not flight.future.done():
                 try:
-                    flight.on_tokens([int(request.tokens[request.num_tokens - 1])])
+                    flight.on_tokens(request.newest())
                 except Exception as error:  # foreign code: its request fails, the others go on
                     self._leave(request, EngineError(f"request {request.id}: its listener raised {error!r}"))
                     continue
@@ -333,6 +338,7 @@ class InferEngine:
         flight = self._flights.pop(request)
         if self._by_id.get(request.id) is request:
             del self._by_id[request.id]
+        routes = self._runner.routes(request) if error is None else None
         if request in self._arrivals:
             self._arrivals.remove(request)
         else:
@@ -340,7 +346,7 @@ class InferEngine:
         if flight.future.done():  # the caller was cancelled
             return
         if error is None:
-            flight.future.set_result(request.completion())
+            flight.future.set_result(request.completion(routes=routes))
         else:
             flight.future.set_exception(error)
 
@@ -355,6 +361,9 @@ class InferEngine:
             plan: StepPlan | None = None
             try:
                 plan = self._scheduler.plan(self._weights.version)
+                self._ended += plan.ended
+                if plan.ended and not plan:
+                    return plan
                 if not plan:
                     raise EngineError("none of the waiting requests can go on")
                 copying_s = self._runner.move(plan.copies)

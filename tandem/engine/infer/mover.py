@@ -25,7 +25,7 @@ class Mover:
         # Rows are blocks: one index of a copy is one block of one layer.
         self._pool = [
             slots.view(slots.shape[0] // block_size, block_size * slots.shape[1], *slots.shape[2:])
-            for slots in (*cache.keys, *cache.values)
+            for slots in (*cache.keys, *cache.values, *([] if cache.routes is None else [cache.routes]))
         ]
         pinned = self._pool[0].device.type == "cuda"
         # Not written before it is used: what is never swapped costs no memory.

@@ -15,7 +15,8 @@ import numpy as np
 
 from tandem.core.errors import EngineError
 from tandem.core.protocols import TokenGuide
-from tandem.core.types import Completion, FinishReason, GenerateRequest, Top
+from tandem.core.routes import Routes
+from tandem.core.types import Completion, FinishReason, Floats, GenerateRequest, Sampled, Top
 from tandem.engine.infer.shares import Account
 
 NO_SEAT = -1
@@ -104,15 +105,33 @@ class Request:
         elif index + 1 == self.params.max_tokens:
             self.finish_reason = FinishReason.LENGTH
 
-    def completion(self, count: int | None = None) -> Completion:
+    def newest(self) -> Sampled:
+        """The token that was appended last."""
+        index = self.num_generated - 1
+        scored, scored_tops = self._prompt_scores() if self.num_tokens == self.num_given + 1 else (None, None)
+        return Sampled(
+            token_ids=array("i", [int(self.tokens[self.num_tokens - 1])]),
+            logprobs=array("f", [float(self.logprobs[index])]),
+            tops=(self.tops[index],) if self.params.top_logprobs else None,
+            prompt_logprobs=scored,
+            prompt_tops=scored_tops,
+        )
+
+    def _prompt_scores(self) -> tuple[Floats | None, tuple[Top, ...] | None]:
+        scored = self.prompt_logprobs
+        if scored is None or np.isnan(scored).any():  # aborted before its prompt was computed
+            return None, None
+        values = array("f", scored.tobytes())
+        if not self.params.top_logprobs:
+            return values, None
+        return values, tuple(self.prompt_tops[place] for place in range(1, self.num_prompt))
+
+    def completion(self, count: int | None = None, routes: Routes | None = None) -> Completion:
         """What the caller gets: everything sampled so far, or the first ``count`` tokens of it."""
         now = time.perf_counter()
         whole = count is None
         count = self.num_generated if count is None else count
-        scored = self.prompt_logprobs
-        if scored is not None and np.isnan(scored).any():  # aborted before its prompt was computed
-            scored = None
-        with_tops = scored is not None and self.params.top_logprobs > 0
+        scored, scored_tops = self._prompt_scores()
         return Completion(
             request_id=self.id,
             token_ids=array("i", self.tokens[self.num_prompt : self.num_prompt + count].tobytes()),
@@ -123,6 +142,7 @@ class Request:
             queue_s=(self.started_s or now) - self.arrived_s,
             total_s=now - self.arrived_s,
             tops=tuple(self.tops[:count]) if self.params.top_logprobs else None,
-            prompt_logprobs=None if scored is None else array("f", scored.tobytes()),
-            prompt_tops=tuple(self.prompt_tops[place] for place in range(1, self.num_prompt)) if with_tops else None,
+            prompt_logprobs=scored,
+            prompt_tops=scored_tops,
+            routes=routes,
         )

@@ -2,19 +2,21 @@
 
 Owns: the KV cache's tensors and the conversion of a plan. Refuses: decisions, the version of the weights.
 Invariants: one forward pass a step, whatever it mixes; one conversion of host arrays to tensors a step. On the CPU
-the key index is the seats' own array, not a copy of it.
+the key index is the seats' own array, not a copy of it; elsewhere the lists of the step's requests are moved with it.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from tandem.core.routes import Routes, missing
 from tandem.core.types import Top
 from tandem.engine.infer.mover import Mover
-from tandem.engine.infer.request import Request
+from tandem.engine.infer.request import NO_SEAT, Request
 from tandem.engine.infer.sampler import Draws, largest, likeliest, sample
 from tandem.engine.infer.scheduler import Chunk, StepPlan
 from tandem.engine.infer.seats import Seats
@@ -24,6 +26,7 @@ from tandem.kernels.functions import HEAD_CHUNK, row_logprobs
 from tandem.kernels.ops import KeyIndex
 from tandem.models.attention import AttentionContext, KVCache
 from tandem.models.causal_lm import CausalLM
+from tandem.models.routes import RouteLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +41,33 @@ class Sampled:
 class Runner:
     """A model with a KV cache."""
 
-    def __init__(self, model: CausalLM, seats: Seats, num_blocks: int, block_size: int, num_outside: int = 0) -> None:
-        """A pool of ``num_blocks``, and room for ``num_outside`` more in CPU memory."""
+    def __init__(
+        self,
+        model: CausalLM,
+        seats: Seats,
+        num_blocks: int,
+        block_size: int,
+        num_outside: int = 0,
+        *,
+        record_routes: bool = False,
+    ) -> None:
+        """A pool of ``num_blocks``, and room for ``num_outside`` more in CPU memory. ``record_routes``: keep each
+        token's experts beside its keys and values."""
+        self._record_routes = record_routes
         self._model = model
         self._seats = seats
         self._num_blocks, self._block_size, self._num_outside = num_blocks, block_size, num_outside
         self._cache, self._mover = self._make()
         self._is_asleep = False
+        self._room_MV: torch.Tensor | None = None  # the logits of a step: with a large vocabulary tens of megabytes
         self._slots_L = torch.from_numpy(seats.slots_MN.reshape(-1))
 
     def _make(self) -> tuple[KVCache, Mover]:
         model = self._model
-        cache = KVCache(model.spec, self._num_blocks * self._block_size, dtype=model.dtype, device=model.device)
+        cache = KVCache(
+            model.spec, self._num_blocks * self._block_size, dtype=model.dtype, device=model.device,
+            routes=self._record_routes,
+        )  # fmt: skip
         return cache, Mover(cache, self._block_size, self._num_outside)
 
     def sleep(self) -> None:
@@ -57,6 +75,7 @@ class Runner:
         if not self._is_asleep:
             self._is_asleep = True
             del self._cache, self._mover
+            self._room_MV = None
         self._model.forget_packed()
 
     def wake(self) -> None:
@@ -74,6 +93,20 @@ class Runner:
         """What a block takes one way, measured; nothing may be in the cache yet."""
         return self._mover.measure()
 
+    def routes(self, request: Request) -> Routes | None:
+        """The experts of a request's tokens, whoever computed them; missing for those that have no place in the cache
+        (any more). None: this engine does not record them."""
+        if not self._record_routes:
+            return None
+        width = self._model.spec.route_width
+        if self._is_asleep or request.seat == NO_SEAT:
+            return missing(width, request.num_tokens)
+        slots_C = torch.from_numpy(self._seats.slots_MN[request.seat, : request.num_computed].astype(np.int64))
+        assert self._cache.routes is not None
+        found_CR = self._cache.routes.index_select(0, slots_C.to(self._cache.routes.device)).cpu().numpy()
+        known = Routes(width=width, experts=array("h", found_CR.tobytes()))
+        return known.rows(0, request.num_tokens)
+
     @torch.no_grad()
     def run(self, plan: StepPlan) -> Sampled:
         """Compute the plan's tokens; returns what was drawn for each of ``plan.sampled``. Log-probabilities of
@@ -90,15 +123,27 @@ class Runner:
             return Sampled([], [], [])
         if len(rows_N) < len(hidden_TE):
             hidden_TE = hidden_TE.index_select(0, torch.from_numpy(rows_N).to(hidden_TE.device))
-        logits_NV = self._model.ops.logits(hidden_TE, self._model.head_weight)
+        logits_NV = self._logits(hidden_TE)
         for row, request in enumerate(plan.sampled):
             if is_shaped(request):
                 shape(logits_NV[row], request)
         draws = self._draws(plan.sampled)
-        tokens_N, logprobs_N = sample(logits_NV, draws)
+        portable = self._model.ops.portable
+        tokens_N, logprobs_N = sample(logits_NV, draws, portable=portable)
         counts = [request.params.top_logprobs for request in plan.sampled]
-        tops = [likeliest(logits_NV, draws, row, count) if count else None for row, count in enumerate(counts)]
+        tops = [
+            likeliest(logits_NV, draws, row, count, portable=portable) if count else None
+            for row, count in enumerate(counts)
+        ]
         return Sampled(tokens_N.tolist(), logprobs_N.tolist(), tops)
+
+    def _logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Of a step's last rows; valid until the next step."""
+        model = self._model
+        if self._room_MV is None or len(self._room_MV) < len(hidden_NE):
+            shape = len(hidden_NE), model.spec.vocab_size
+            self._room_MV = torch.empty(shape, dtype=torch.float32, device=model.device)
+        return model.logits(hidden_NE, self._room_MV)
 
     def _score_prompt(self, chunk: Chunk, hidden_CE: torch.Tensor) -> None:
         """Log-probabilities at temperature 1 of the prompt's tokens that the chunk's rows predict."""
@@ -107,8 +152,9 @@ class Runner:
         assert request.prompt_logprobs is not None
         for begin in range(0, len(places), HEAD_CHUNK):
             part = places[begin : begin + HEAD_CHUNK]
-            logits_CV = self._model.ops.logits(hidden_CE[begin : begin + len(part)], self._model.head_weight)
-            logp_CV = row_logprobs(logits_CV, torch.ones(len(part), device=logits_CV.device))
+            logits_CV = self._model.logits(hidden_CE[begin : begin + len(part)])
+            ones_C = torch.ones(len(part), device=logits_CV.device)
+            logp_CV = row_logprobs(logits_CV, ones_C, portable=self._model.ops.portable)
             tokens_C = torch.from_numpy(request.tokens[part.start : part.stop].astype(np.int64)).to(logp_CV.device)
             chosen = logp_CV.gather(1, tokens_C[:, None])[:, 0]
             request.prompt_logprobs[part.start - 1 : part.stop - 1] = chosen.cpu().numpy()
@@ -139,11 +185,19 @@ class Runner:
             if chunk.is_last:
                 rows_N.append(first - 1)
         device = self._model.device
-        ids, positions, slots, starts = torch.from_numpy(packed_4T).to(device)
-        counts = (positions + 1).int()
-        context = AttentionContext(
-            keys=KeyIndex(self._slots_L.to(device), starts, counts), cache=self._cache, write_slots_T=slots
+        lists_L = self._slots_L
+        if device.type != "cpu":  # the lists of this step's requests alone, one after the other
+            seats_M, which_T = np.unique(starts_T // seats.width, return_inverse=True)
+            longest = int(positions_T.max()) + 1
+            lists_L = torch.from_numpy(np.ascontiguousarray(seats.slots_MN[seats_M, :longest]).reshape(-1))
+            starts_T[:] = which_T * longest
+        host_4T = torch.from_numpy(packed_4T)
+        ids, positions, slots, starts = _moved(host_4T, device)
+        keys = KeyIndex(
+            _moved(lists_L, device), starts, (positions + 1).int(), host=(host_4T[3], (host_4T[1] + 1).int())
         )
+        noted = None if self._cache.routes is None else RouteLog(self._cache.routes, slots)
+        context = AttentionContext(keys=keys, cache=self._cache, write_slots_T=slots, routes=noted)
         return context, ids, positions, np.array(rows_N, np.int64)
 
     def _draws(self, sampled: list[Request]) -> Draws:
@@ -156,3 +210,10 @@ class Runner:
             seats.seed_M[seats_N],
             np.array([request.num_generated for request in sampled]),
         )
+
+
+def _moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device; to an accelerator by pinned memory, so that the host goes on meanwhile."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

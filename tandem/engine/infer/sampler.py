@@ -44,8 +44,9 @@ def uniforms(seed_N: np.ndarray, index_N: np.ndarray) -> np.ndarray:
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample(logits_NV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+def sample(logits_NV: Tensor, draws: Draws, *, portable: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """One token a row (int64) and its log-probability (float32). What truncation excludes becomes -inf in the logits.
+    ``portable``: by the kernels that run everywhere (``Ops.portable``).
 
     Raises:
         EngineError: a row has no finite distribution.
@@ -56,14 +57,15 @@ def sample(logits_NV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     if truncated.any():
         _truncate(logits_NV, temperature_N, np.flatnonzero(truncated), draws)
     u_N = torch.from_numpy(np.where(greedy, -1.0, uniforms(draws.seed_N, draws.index_N))).to(logits_NV.device)
-    tokens_N, logprobs_N = draw(logits_NV, temperature_N, u_N)
+    tokens_N, logprobs_N = draw(logits_NV, temperature_N, u_N, portable=portable)
     return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
 
 
-def likeliest(logits_NV: Tensor, draws: Draws, row: int, count: int) -> Top:
+def likeliest(logits_NV: Tensor, draws: Draws, row: int, count: int, *, portable: bool = False) -> Top:
     """The ``count`` likeliest tokens of a row that ``sample`` has seen; those that cannot come are not among them."""
-    logp_V = row_logprobs(logits_NV[row : row + 1], _temperatures(logits_NV, draws)[row : row + 1])[0]
-    return largest(logp_V, count)
+    temperature_N = _temperatures(logits_NV, draws)
+    logp_1V = row_logprobs(logits_NV[row : row + 1], temperature_N[row : row + 1], portable=portable)
+    return largest(logp_1V[0], count)
 
 
 def largest(logp_V: Tensor, count: int) -> Top:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tandem.config.sections.engine import AtPublish
+from tandem.core.types import FinishReason
 from tandem.engine.infer.kv_cache import BlockManager, Found, chain_key, root_key
 from tandem.engine.infer.request import NO_SEAT, Request
 from tandem.engine.infer.seats import Seats
@@ -37,12 +39,14 @@ class Chunk:
 @dataclass(slots=True)
 class StepPlan:
     """One step under ``version``: ``copies`` in their order, then a token of each request that decodes, then chunks of
-    what was not computed yet. ``sampled`` get a token, in the order of the sampler's rows."""
+    what was not computed yet. ``sampled`` get a token, in the order of the sampler's rows. ``ended`` were given up
+    because weights were published: whoever runs the plan removes them."""
 
     version: int
     copies: list[Copy] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
 
     @property
     def requests(self) -> list[Request]:
@@ -59,7 +63,15 @@ class StepPlan:
 class Scheduler:
     """Continuous batching under a token budget."""
 
-    def __init__(self, blocks: BlockManager, seats: Seats, *, max_step_tokens: int, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        seats: Seats,
+        *,
+        max_step_tokens: int,
+        prefix_cache: bool,
+        at_publish: AtPublish = "keep",
+    ) -> None:
         self.blocks = blocks
         self.seats = seats
         self.running: list[Request] = []  # both in order of arrival
@@ -67,6 +79,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._max_step_tokens = max_step_tokens
         self._prefix_cache = prefix_cache
+        self._at_publish: AtPublish = at_publish
         self._shares = Shares()
         self._blocked: Account | None = None  # had its turn, and its first request found no room
         self._claims: dict[bytes, Request] = {}  # prefixes that a running request is computing
@@ -101,9 +114,9 @@ class Scheduler:
 
     def plan(self, version: int) -> StepPlan:
         """Decide the next step. It is computed under ``version`` and ended by ``commit``, or by ``abandon``."""
-        if version != self._version:
-            self._change_version(version)
         plan = StepPlan(version)
+        if version != self._version:
+            plan.ended = self._change_version(version)
         prefilling = self._plan_running(plan)
         budget = self._max_step_tokens - len(plan.decodes)
         if self.waiting:
@@ -209,7 +222,7 @@ class Scheduler:
             return
         busy = {request.account for request in prefilling}
         left = sum(request.num_tokens - request.num_computed for request in prefilling)
-        lines = _by_account(self.waiting)
+        lines = _by_account(request for request in self.waiting if request.finish_reason is None)
         while lines and self._has_seat():
             account = self._blocked
             if account is None or account not in lines:
@@ -322,13 +335,25 @@ class Scheduler:
         for key in [key for key, owner in self._claims.items() if owner is request]:
             del self._claims[key]
 
-    def _change_version(self, version: int) -> None:
-        """Requests in flight keep their keys and values and go on; nobody else may use those."""
+    def _change_version(self, version: int) -> list[Request]:
+        """What was computed is of the old weights: nobody else may use it, and whether requests in flight go on with
+        it is ``at_publish``. Returns those that end."""
         self._version = version
         self.blocks.forget()
         self._claims.clear()
         for request in self.running:
             request.clean = False
+        if self._at_publish == "keep":
+            return []
+        for request in list(self.running):
+            self._unseat(request)
+            insort(self.waiting, request, key=lambda other: other.order)
+        if self._at_publish == "reprefill":
+            return []
+        ended = [request for request in self.waiting if request.num_tokens > request.num_given]
+        for request in ended:
+            request.finish_reason = FinishReason.ABORT
+        return ended
 
 
 def _by_account(requests: Iterable[Request]) -> dict[Account, deque[Request]]:

@@ -9,50 +9,37 @@ it, and only then is the slot of the version before it free; when the process en
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from tandem.core.errors import EngineError, EngineLost, TandemError
 from tandem.core.protocols import TokenGuide
-from tandem.core.types import Completion, EngineStats, GenerateRequest, WeightVersion
+from tandem.core.types import Completion, EngineStats, GenerateRequest, Sampled, Top, WeightVersion, floats, ids
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.process import messages as m
 from tandem.engine.process.host import stats_of_nothing
+from tandem.engine.process.program import Program, ended
 from tandem.engine.transports.transport import Layout, Sender, digest_of, find_transport, layout_of
 from tandem.engine.weights import PublishedWeights
 
 START_S = 180.0
 LOAD_S = 120.0
-END_S = 5.0
-PACKAGE = Path(__file__).parents[3]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What runs in the other process: a command that takes the number of its socket as its last word."""
-
-    command: tuple[str, ...]
-    settings: str  # JSON for the program
-    transport: str = "shared_memory"
-    names: tuple[tuple[str, str, int, int], ...] = ()
-    environment: Mapping[str, str] | None = None
 
 
 @dataclass(slots=True)
 class _Call:
     future: asyncio.Future[Completion | None]
-    on_tokens: Callable[[Sequence[int]], None] | None = None
+    on_tokens: Callable[[Sampled], None] | None = None
     guide: TokenGuide | None = None
     request_id: str = ""
+    scored: m.Scored | None = None  # its prompt, until its first token comes
 
 
 class ProcessEngine:
@@ -61,6 +48,7 @@ class ProcessEngine:
     def __init__(self, weights: PublishedWeights, compute: ComputeQueue, sender: Sender, layout: Layout) -> None:
         self._weights, self._compute, self._sender, self._layout = weights, compute, sender, layout
         self._slot, self._sent, self._is_asleep = 1, -1, False
+        self._taking: asyncio.Task[None] | None = None  # a version on its way, whoever still waits for it
         self.published = weights.current
         self._loading = asyncio.Lock()
         self._calls: dict[int, _Call] = {}
@@ -81,7 +69,8 @@ class ProcessEngine:
             EngineError: it does not start within ``START_S``, or says why it cannot.
         """
         tensors: dict[str, Tensor] = dict(weights.model.named_parameters()) | dict(weights.model.named_buffers())
-        layout = layout_of(tensors)
+        weights.is_served_here = False
+        layout = layout_of(tensors, weights.model.packable() if program.takes_packed else ())
         sender = find_transport(program.transport).sender(layout, tensors)
         engine = cls(weights, compute, sender, layout)
         try:
@@ -97,7 +86,7 @@ class ProcessEngine:
         self,
         request: GenerateRequest,
         *,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: Callable[[Sampled], None] | None = None,
         guide: TokenGuide | None = None,
     ) -> Completion:
         """Run one request to its end (see ``TokenEngine``)."""
@@ -109,6 +98,36 @@ class ProcessEngine:
         )
         assert completion is not None
         return completion
+
+    async def fork(
+        self,
+        request_id: str,
+        forks: Mapping[str, int],
+        *,
+        at: int | None = None,
+        on_tokens: Callable[[str, Sampled], None] | None = None,
+        guides: Mapping[str, TokenGuide] | None = None,
+    ) -> list[Completion]:
+        """Let a running request's answer go on in several ways (see ``TokenEngine``)."""
+        guides = guides or {}
+        if guides and guides.keys() != forks.keys():
+            raise EngineError(f"request {request_id}: each fork of a guided request needs a guide of its own")
+        futures = asyncio.get_running_loop().create_future
+        numbers = [
+            self._open(
+                _Call(futures(), None if on_tokens is None else partial(on_tokens, name), guides.get(name), name)
+            )
+            for name in forks
+        ]
+        ways = tuple((number, name, seed) for number, (name, seed) in zip(numbers, forks.items(), strict=True))
+        self._say(m.Fork(request_id=request_id, ways=ways, at=at, is_guided=bool(guides)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(number)) for number in numbers]
+        except BaseExceptionGroup as errors:  # the first failure ended the others
+            raise errors.exceptions[0] from None
+        made = [task.result() for task in tasks]
+        return [completion for completion in made if completion is not None]
 
     async def abort(self, request_id: str) -> None:
         """End a request now; it returns what it has."""
@@ -122,9 +141,9 @@ class ProcessEngine:
             EngineLost: the process ended. EngineError: they did not arrive whole, or not within ``LOAD_S``.
         """
         async with self._loading:
-            if self._weights.changes == self._sent:
-                return
-            await self._publish()
+            await self._late()
+            if self._weights.changes != self._sent:
+                await self._publish()
 
     async def sleep(self) -> None:
         """Have it give back all memory that can be made again: KV cache, prepared weights, and the weights
@@ -134,6 +153,7 @@ class ProcessEngine:
             EngineError: requests are in flight.
         """
         async with self._loading:
+            await self._late()
             await self._asked(lambda number: m.Sleep(call=number), "to sleep")
             await asyncio.to_thread(self._sender.release)
             self._is_asleep, self._sent = True, -1
@@ -151,12 +171,12 @@ class ProcessEngine:
 
     async def close(self) -> None:
         """End the process and give its memory back. Idempotent."""
-        self._closing = True
+        self._closing, self._taking = True, None
         if hasattr(self, "_writer"):
             self._writer.close()
             await asyncio.wait([self._listener])
         if hasattr(self, "_process"):
-            await asyncio.to_thread(self._end)
+            await asyncio.to_thread(ended, self._process)
         self._sender.close()
 
     @property
@@ -172,38 +192,46 @@ class ProcessEngine:
 
         sums_N8, version, changes = await self._compute.run("train", send)
         placed = replace(version, digest=digest_of(self._layout, sums_N8), place=f"slot {slot}")
-        await self._asked(
-            lambda number: m.Load(call=number, version=placed, slot=slot, sums=sums_N8.tobytes()),
-            f"to take weights {version.number}",
+
+        async def taking() -> None:
+            call = _Call(asyncio.get_running_loop().create_future())
+            await self._run(call, lambda number: m.Load(call=number, version=placed, slot=slot, sums=sums_N8.tobytes()))
+            self._slot, self._sent, self._is_asleep = slot, changes, False
+            self.published = placed
+
+        task = self._taking = asyncio.create_task(taking(), name="tandem-weights")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if nobody waits
+        await self._answered(task, f"to take weights {version.number}")
+        task.result()
+
+    async def _late(self) -> None:
+        """Wait for the answer to a version that was given up: the process may take it at any time, and until it has
+        said whether it did, neither slot is free. A refusal was that version's: its slot is free again."""
+        if self._taking is not None and not self._taking.done():
+            await self._answered(self._taking, "whether it took the weights sent before")
+
+    async def _answered(self, taking: asyncio.Task[None], what: str) -> None:
+        """Wait for the end of the task, which goes on when nobody waits any more."""
+        done, _ = await asyncio.wait({taking}, timeout=LOAD_S)
+        if not done:
+            raise self._silent(what)
+
+    def _silent(self, what: str) -> EngineError:
+        return EngineError(
+            f"the engine's process {self._process.pid} did not answer within {LOAD_S:g} s when asked {what}",
+            hint="an engine step takes long, or the machine swaps",
         )
-        self._slot, self._sent, self._is_asleep = slot, changes, False
-        self.published = placed
 
     async def _asked(self, message: Callable[[int], object], what: str) -> None:
         call = _Call(asyncio.get_running_loop().create_future())
         try:
             await asyncio.wait_for(self._run(call, message), LOAD_S)
         except TimeoutError as error:
-            pid = self._process.pid
-            raise EngineError(f"the engine's process {pid} did not answer within {LOAD_S:g} s when asked {what}",
-                              hint="an engine step takes long, or the machine swaps") from error  # fmt: skip
+            raise self._silent(what) from error
 
     # ---- the process
     async def _start(self, program: Program) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = subprocess.Popen(
-                [*program.command, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(), *self._sender.files),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process, which ends that one
-                env=_environment(program),
-            )
-        except OSError as error:
-            ours.close()
-            raise EngineError(f"the engine's process cannot be started: {error}") from error
-        finally:
-            theirs.close()
+        self._process, ours = program.begun(self._sender.files)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._listener = asyncio.create_task(self._listen(reader), name="tandem-engine-process")
         self._say(m.Start(settings=program.settings, transport=program.transport, layout=self._layout,
@@ -214,14 +242,6 @@ class ProcessEngine:
         if not done:
             raise EngineError(f"the engine's process {self._process.pid} was not ready within {START_S:g} s")
         self._ready.result()
-
-    def _end(self) -> int:
-        """Reap the process, by force after a while; returns its exit status. Blocks."""
-        try:
-            return self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         problem = ""
@@ -234,7 +254,7 @@ class ProcessEngine:
             self._fail_all(lambda: EngineError("the engine was closed"))
             return
         self._writer.close()
-        status = await asyncio.to_thread(self._end)
+        status = await asyncio.to_thread(ended, self._process)
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         waiting = len(self._calls)
         lost = EngineLost(
@@ -253,6 +273,11 @@ class ProcessEngine:
 
     # ---- messages
     async def _run(self, call: _Call, message: Callable[[int], object]) -> Completion | None:
+        number = self._open(call)
+        self._say(message(number))
+        return await self._answer(number)
+
+    def _open(self, call: _Call) -> int:
         if self.lost.done():
             raise EngineLost(self.lost.result().message, hint=self.lost.result().hint)
         if self._closing:
@@ -260,9 +285,11 @@ class ProcessEngine:
         self._last_call += 1
         number = self._last_call
         self._calls[number] = call
-        self._say(message(number))
+        return number
+
+    async def _answer(self, number: int) -> Completion | None:
         try:
-            return await call.future
+            return await self._calls[number].future
         except asyncio.CancelledError:
             if not self._writer.is_closing():
                 self._say(m.Cancel(call=number))
@@ -281,8 +308,12 @@ class ProcessEngine:
                 self._ready.set_exception(message.error())
             case m.Tokens():
                 self._stats = message.stats
-                for number, token in zip(message.calls, message.token_ids, strict=True):
-                    self._note(number, token)
+                tops = dict(message.tops)
+                told = zip(message.calls, message.token_ids, message.logprobs, strict=True)
+                for place, (number, token, logprob) in enumerate(told):
+                    self._note(number, token, logprob, tops.get(place))
+            case m.Scored() if message.call in self._calls:
+                self._calls[message.call].scored = message
             case m.Done():
                 self._stats = message.stats
                 if (call := self._calls.get(message.call)) is not None and not call.future.done():
@@ -293,12 +324,20 @@ class ProcessEngine:
             case m.Ask():
                 self._say(self._guided(message))
 
-    def _note(self, number: int, token: int) -> None:
+    def _note(self, number: int, token: int, logprob: float, top: Top | None) -> None:
         call = self._calls.get(number)
         if call is None or call.on_tokens is None or call.future.done():
             return
+        scored, call.scored = call.scored, None
+        new = Sampled(
+            token_ids=ids([token]),
+            logprobs=floats([logprob]),
+            tops=None if top is None else (top,),
+            prompt_logprobs=None if scored is None else scored.logprobs,
+            prompt_tops=None if scored is None else scored.tops,
+        )
         try:
-            call.on_tokens([token])
+            call.on_tokens(new)
         except Exception as error:  # foreign code: its request fails, the others go on
             call.future.set_exception(EngineError(f"request {call.request_id}: its listener raised {error!r}"))
             self._say(m.Cancel(call=number))
@@ -342,10 +381,3 @@ async def ending_with(engine: ProcessEngine) -> AsyncIterator[None]:
         raise
     finally:
         is_inside = False
-
-
-def _environment(program: Program) -> dict[str, str]:
-    """This process's, in which the other one finds this package whatever interpreter it has."""
-    made = {**os.environ, **(program.environment or {})}
-    before = made.get("PYTHONPATH")
-    return made | {"PYTHONPATH": f"{PACKAGE}{os.pathsep}{before}" if before else str(PACKAGE)}

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ctypes
+import os
+import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from tandem.core.errors import EngineError
 from tandem.core.protocols import TokenEngine
-from tandem.core.types import EngineStats, GenerateRequest, Ids, WeightVersion, ids
+from tandem.core.types import Completion, EngineStats, GenerateRequest, Ids, Sampled, Top, WeightVersion, floats, ids
 from tandem.engine.process import messages as m
 from tandem.engine.transports.transport import check_arrival, find_transport
 
@@ -40,7 +43,16 @@ class HostedEngine(TokenEngine, Protocol):
     async def wake(self) -> None: ...
 
 
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
 Make = Callable[[m.Start], Awaitable[HostedEngine]]
+
+
+def end_with_parent() -> bool:
+    """Have the system end this process with the one that started it; False: that one has ended already."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 async def host(file: int, make: Make) -> None:
@@ -73,12 +85,15 @@ class _Hosted:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._guides: dict[int, _DistantGuide] = {}
-        self._fresh: list[tuple[int, int]] = []  # (call, token) since the last flush
+        self._fresh: list[tuple[int, int, float, Top | None]] = []  # (call, token and its numbers) since the last flush
 
     def hear(self, message: object) -> None:
         match message:
             case m.Generate():
                 self._begin(message.call, self._generate(message.call, message.request, message.is_guided))
+            case m.Fork():
+                for call, name, seed in message.ways:  # tasks of one turn of the loop: no step lies between them
+                    self._begin(call, self._fork(call, message, name, seed))
             case m.Cancel() if message.call in self._calls:
                 if message.call in self._guides:
                     self._guides[message.call].answer(m.Mask(call=message.call, bits=b""))
@@ -129,23 +144,52 @@ class _Hosted:
         self.say(m.Done(call=call, stats=self._engine.stats()))
 
     async def _generate(self, call: int, request: GenerateRequest, is_guided: bool) -> None:
-        guide = _DistantGuide(self, call) if is_guided else None
-        if guide is not None:
-            self._guides[call] = guide
+        guide = self._guide(call, is_guided)
         completion = await self._engine.generate(request, on_tokens=lambda new: self._note(call, new), guide=guide)
+        self._end(call, completion)
+
+    async def _fork(self, call: int, message: m.Fork, name: str, seed: int) -> None:
+        guide = self._guide(call, message.is_guided)
+        (completion,) = await self._engine.fork(
+            message.request_id,
+            {name: seed},
+            at=message.at,
+            on_tokens=lambda _, new: self._note(call, new),
+            guides=None if guide is None else {name: guide},
+        )
+        self._end(call, completion)
+
+    def _guide(self, call: int, is_guided: bool) -> _DistantGuide | None:
+        if not is_guided:
+            return None
+        guide = self._guides[call] = _DistantGuide(self, call)
+        return guide
+
+    def _end(self, call: int, completion: Completion) -> None:
         self._flush()
         self.say(m.Done(call=call, stats=self._engine.stats(), completion=completion))
 
-    def _note(self, call: int, new: Sequence[int]) -> None:
+    def _note(self, call: int, new: Sampled) -> None:
+        if new.prompt_logprobs is not None:
+            self.say(m.Scored(call=call, logprobs=new.prompt_logprobs, tops=new.prompt_tops))
         if not self._fresh:
             self._loop.call_soon(self._flush)  # after all requests of the step
-        self._fresh += [(call, int(token)) for token in new]
+        tops = new.tops or (None,) * len(new.token_ids)
+        self._fresh += zip((call,) * len(tops), new.token_ids, new.logprobs, tops, strict=True)
 
     def _flush(self) -> None:
         if fresh := self._fresh:
             self._fresh = []
-            calls, tokens = zip(*fresh, strict=True)
-            self.say(m.Tokens(calls=ids(calls), token_ids=ids(tokens), stats=self._engine.stats()))
+            calls, tokens, logprobs, tops = zip(*fresh, strict=True)
+            self.say(
+                m.Tokens(
+                    calls=ids(calls),
+                    token_ids=ids(tokens),
+                    logprobs=floats(logprobs),
+                    stats=self._engine.stats(),
+                    tops=tuple((place, top) for place, top in enumerate(tops) if top is not None),
+                )
+            )
 
     async def _load(self, message: m.Load) -> None:
         sums_N8 = np.frombuffer(message.sums, np.uint64).reshape(-1, 8)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tandem.core import errors
 from tandem.core.errors import EngineError, TandemError
-from tandem.core.types import Completion, EngineStats, GenerateRequest, Ids, WeightVersion
+from tandem.core.types import Completion, EngineStats, Floats, GenerateRequest, Ids, Top, WeightVersion
 from tandem.core.wire import decode, encode
 from tandem.engine.transports.transport import Layout
 
@@ -35,6 +35,17 @@ class Start:
 class Generate:
     call: int
     request: GenerateRequest
+    is_guided: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """``ways``: a call, the id of its request and its seed, each a way on from a running request's answer. One
+    message, so that all of them begin at the same token."""
+
+    request_id: str
+    ways: tuple[tuple[int, str, int], ...]
+    at: int | None
     is_guided: bool
 
 
@@ -86,11 +97,23 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """New tokens of several calls: one of each at one place; and the counters after them."""
+    """New tokens of several calls: one of each at one place; and the counters after them. ``tops`` are those of the
+    calls that asked for them, with their places."""
 
     calls: Ids
     token_ids: Ids
+    logprobs: Floats
     stats: EngineStats
+    tops: tuple[tuple[int, Top], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A call's prompt was computed. Comes before the first of its tokens, if the call asked for it."""
+
+    call: int
+    logprobs: Floats
+    tops: tuple[Top, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +151,8 @@ class Ask:
 
 
 KINDS: tuple[type, ...] = (
-    Start, Generate, Cancel, Abort, Load, Sleep, Wake, Mask, Ready, Tokens, Done, Failed, Ask,
+    Start, Generate, Cancel, Abort, Load, Sleep, Wake, Mask, Ready, Tokens, Done, Failed, Ask, Fork,
+    Scored,
 )  # fmt: skip
 _NUMBERS: dict[type, int] = {kind: number for number, kind in enumerate(KINDS)}
 

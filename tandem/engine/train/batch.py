@@ -20,8 +20,11 @@ from tandem.algorithms.aggregate import token_share
 from tandem.algorithms.credit import num_loss_tokens
 from tandem.algorithms.losses import LossTokens
 from tandem.algorithms.spec import AlgorithmSpec
+from tandem.core.routes import Routes, missing
 from tandem.core.types import Floats, Ids, Sample, Trajectory
 from tandem.kernels.ops import KeyIndex
+from tandem.models.attention import AttentionContext
+from tandem.models.routes import RouteReplay
 from tandem.text.prefixes import SharedPrefix, longest_shared
 
 
@@ -33,6 +36,11 @@ class Layout:
     positions_T: Tensor
     keys: KeyIndex
     slots: list[np.ndarray]
+    routes_TR: Tensor | None = None
+
+    def context(self) -> AttentionContext:
+        """What a forward pass over the layout attends to, and the experts that it is to take."""
+        return AttentionContext(keys=self.keys, routes=RouteReplay(self.routes_TR))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +84,11 @@ class MicroBatch:
         )
 
 
-def lay_out(streams: Sequence[Ids], *, share_prefixes: bool, device: torch.device) -> Layout:
-    """Pack streams of ids, each after the one it shares its beginning with."""
+def lay_out(
+    streams: Sequence[Ids], *, share_prefixes: bool, device: torch.device, routes: Sequence[Routes | None] = ()
+) -> Layout:
+    """Pack streams of ids, each after the one it shares its beginning with. ``routes``: one a stream, or none at all;
+    a token that several streams share goes through the experts that the first of them has."""
     slots: list[np.ndarray] = []
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -94,16 +105,24 @@ def lay_out(streams: Sequence[Ids], *, share_prefixes: bool, device: torch.devic
         starts.append(np.full(len(own), num_listed, dtype=np.int64))
         num_rows += len(own)
         num_listed += len(stream)
-    positions_T = torch.from_numpy(np.concatenate(positions))
+    positions_T, starts_T = torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(starts))
+    counts_T = (positions_T + 1).int()
+    width = next((each.width for each in routes if each is not None), 0)
+    noted = [
+        np.frombuffer((each or missing(width, len(stream))).rows(len(stream) - len(own), len(stream)).experts, np.int16)
+        for each, stream, own in zip(routes, streams, positions, strict=True)
+    ] if width else []  # fmt: skip
     return Layout(
         ids_T=torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
         positions_T=positions_T.to(device),
         keys=KeyIndex(
             slots_L=torch.from_numpy(np.concatenate(slots)).to(device),
-            starts_T=torch.from_numpy(np.concatenate(starts)).to(device),
-            counts_T=(positions_T + 1).int().to(device),
+            starts_T=starts_T.to(device),
+            counts_T=counts_T.to(device),
+            host=(starts_T, counts_T),
         ),
         slots=slots,
+        routes_TR=torch.from_numpy(np.concatenate(noted).reshape(-1, width)).to(device) if width else None,
     )
 
 
@@ -156,7 +175,8 @@ def make_micro_batch(
     streams = [
         t.token_ids[: int(tokens[-1]) if len(tokens) else 0] for t, tokens in zip(trajectories, wanted, strict=True)
     ]
-    layout = lay_out(streams, share_prefixes=share_prefixes, device=device)
+    routes = [trajectory.routes for trajectory in trajectories]
+    layout = lay_out(streams, share_prefixes=share_prefixes, device=device, routes=routes)
     sequence = np.repeat(np.arange(len(samples)), [len(tokens) for tokens in wanted])
 
     def joined(parts: list[np.ndarray]) -> Tensor:

@@ -1,7 +1,8 @@
 """Checkpoints: everything that a step depends on, on disk, whole or not at all.
 
-Owns: the folder of checkpoints of a run. A checkpoint is written under a temporary name, synced, and renamed;
-its manifest names every file with size and SHA-256. Refuses: Hugging Face folders (the model loader's part).
+Owns: the folder of checkpoints of a run. A checkpoint is taken between two steps and written by a thread while the
+next ones run, under a temporary name, synced, and renamed; its manifest names every file with size and SHA-256.
+Refuses: Hugging Face folders (the model loader's part).
 Invariants: what ``latest`` lists is complete, and what is left out has a reason (``broken``); what ``restore``
 returns is what was saved, bit for bit, or it raises; a torn write leaves only a temporary folder, which the next
 save removes.
@@ -13,8 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from tandem.core.errors import RecordError, writing
 from tandem.core.wire import decode, encode
 from tandem.engine.train.random_state import random_state, set_random_state
+from tandem.engine.train.snapshot import Held, hold, keep_all
 from tandem.engine.train.tensor_file import write_tensors
 from tandem.engine.weights import PublishedWeights
 
@@ -38,6 +40,7 @@ class Optimizer(Protocol):
 
     def weights(self) -> dict[str, Tensor]: ...
     def moments(self) -> dict[str, Tensor]: ...
+    def before_change(self, call: Callable[[], object]) -> None: ...
     def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None: ...
 
 
@@ -68,41 +71,68 @@ class CheckpointStore:
         self._keep = keep
         self._reference = reference
         self._critic = critic
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tandem-checkpoint")
+        self._writing: Future[str] | None = None
 
     def save(self, step: int, extra: Mapping[str, object]) -> str:
-        """Write the checkpoint of ``step``; the caller sees to it that no step runs meanwhile.
+        """``begin``, and wait for it; returns the folder."""
+        return self.begin(step, extra).result()
+
+    def begin(self, step: int, extra: Mapping[str, object]) -> Future[str]:
+        """Take everything as it is now, and write it while training goes on; the future gives the folder. The caller
+        sees to it that no step runs before this returns. A write that is not finished is waited for.
 
         Raises:
-            RecordError: the disk is full or gone; what was there before stays.
+            RecordError: the write before this one failed. So does the future: the disk is full or gone; what was
+                there before stays.
         """
-        with writing(self._folder, RecordError, hint="make room, then resume the run"):
-            return self._save(step, extra)
+        self.wait()
+        files, state = self._take(step, extra)
+        self._writing = self._writer.submit(self._write, step, files, state)
+        return self._writing
 
-    def _save(self, step: int, extra: Mapping[str, object]) -> str:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for torn in self._folder.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(torn)
-        temporary = self._folder / f"{_TEMPORARY}{_name(step)}"
-        temporary.mkdir()
-        files: dict[str, dict[str, Tensor]] = {
-            "weights.safetensors": self._optimizer.weights(),
-            "moments.safetensors": self._optimizer.moments(),
-        }
+    def wait(self) -> None:
+        """Wait for the write in hand.
+
+        Raises:
+            RecordError: it failed.
+        """
+        writing_now, self._writing = self._writing, None
+        if writing_now is not None:
+            writing_now.result()
+
+    def _take(self, step: int, extra: Mapping[str, object]) -> tuple[dict[str, dict[str, Held]], bytes]:
+        held = _held(self._optimizer, "weights", "moments")
         if self._critic is not None:
-            files["critic.safetensors"] = self._critic.optimizer.weights()
-            files["critic-moments.safetensors"] = self._critic.optimizer.moments()
-        if self._reference is not None:
-            files["reference.safetensors"] = {name: p.detach() for name, p in self._reference.named_parameters()}
+            held |= _held(self._critic.optimizer, "critic", "critic-moments")
+        if self._reference is not None:  # nobody changes it
+            held["reference"] = hold({name: p.detach() for name, p in self._reference.named_parameters()})
         state = {
             "step": step,
             "version": self._weights.version,
             "random": random_state(),
             "extra": dict(extra),
         }
+        return {f"{name}.safetensors": tensors for name, tensors in held.items()}, encode(state)
+
+    def _write(self, step: int, files: Mapping[str, Mapping[str, Held]], state: bytes) -> str:
+        with writing(self._folder, RecordError, hint="make room, then resume the run"):
+            try:
+                return self._write_whole(step, files, state)
+            except BaseException:  # room for the last words of the run
+                shutil.rmtree(self._folder / f"{_TEMPORARY}{_name(step)}", ignore_errors=True)
+                raise
+
+    def _write_whole(self, step: int, files: Mapping[str, Mapping[str, Held]], state: bytes) -> str:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for torn in self._folder.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(torn)
+        temporary = self._folder / f"{_TEMPORARY}{_name(step)}"
+        temporary.mkdir()
         with ThreadPoolExecutor(2) as pool:
             written = pool.map(lambda item: write_tensors(temporary / item[0], item[1]), files.items())
             digests = dict(zip(files, written, strict=True))
-        (temporary / "state.bin").write_bytes(encode(state))
+        (temporary / "state.bin").write_bytes(state)
         digests["state.bin"] = _sync_and_digest(temporary / "state.bin")
         entries = {
             name: {"bytes": (temporary / name).stat().st_size, "sha256": digest} for name, digest in digests.items()
@@ -133,8 +163,9 @@ class CheckpointStore:
         """Load weights, optimizer, version, random state and reference; returns ``extra``.
 
         Raises:
-            RecordError: there is no such checkpoint, or a byte of it is not as saved.
+            RecordError: there is no such checkpoint, or a byte of it is not as saved; or the write failed.
         """
+        self.wait()
         folder, manifest = self._folder / _name(step), _manifest(self._folder / _name(step))
         if manifest is None:
             raise RecordError(
@@ -179,6 +210,13 @@ class CheckpointStore:
         doomed = self._folder / f"{_TEMPORARY}removed-{step}"
         (self._folder / _name(step)).rename(doomed)
         shutil.rmtree(doomed)
+
+
+def _held(optimizer: Optimizer, weights: str, moments: str) -> dict[str, dict[str, Held]]:
+    """Weights and state of an optimizer under these names, copied when it is about to change what was not read."""
+    held = {weights: hold(optimizer.weights()), moments: hold(optimizer.moments())}
+    optimizer.before_change(lambda: keep_all(tensor for each in held.values() for tensor in each.values()))
+    return held
 
 
 def complete_steps(folder: Path) -> list[int]:

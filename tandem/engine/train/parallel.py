@@ -68,6 +68,7 @@ class Shard:
             for name, parameter in _named(self.model).items():
                 tensor = self._broadcast(whole[name] if whole is not None else None, parameter.shape, self._dtype)
                 parameter.to_local().copy_(slice_of(tensor, parameter))
+        self.optimizer.refresh()
         self._changed()
 
     def learn(self, row: Sequence[Sample], step: Normaliser) -> Tensor | None:
@@ -117,17 +118,18 @@ class Shard:
         for name, parameter in _named(self.model).items():
             if not parameter.requires_grad:
                 continue
-            masters[name] = self._part(given.get(name), parameter)
+            masters[name] = self._part(given.get(name), parameter, parameter.shape, torch.float32)
             if with_moments:
-                for key in (f"exp_avg.{name}", f"exp_avg_sq.{name}"):
-                    states[key] = self._part(kept.get(key), parameter)
+                for part, (shape, dtype) in self.optimizer.layout(name).items():
+                    key = f"{part}.{name}"
+                    states[key] = self._part(kept.get(key), parameter, torch.Size(shape), dtype)
                 key = f"step.{name}"
                 states[key] = self._broadcast(kept.get(key), torch.Size(()), torch.float32)
         self.optimizer.restore(masters, states)
         self._changed()
 
-    def _part(self, whole: Tensor | None, parameter: DTensor) -> Tensor:
-        return slice_of(self._broadcast(whole, parameter.shape, torch.float32), parameter).clone()
+    def _part(self, whole: Tensor | None, parameter: DTensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return slice_of(self._broadcast(whole, shape, dtype), parameter).clone()
 
     def _broadcast(self, given: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Rank 0's tensor on every rank; the others give None."""

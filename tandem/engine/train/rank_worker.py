@@ -83,7 +83,8 @@ class _Worker:
                 return self._score(self._built, command)
             case Gather():
                 optimizer = self._built.optimizer
-                _ = optimizer.moments() if command.moments else optimizer.weights()
+                for _ in optimizer.each_moment() if command.moments else optimizer.each_weight():
+                    pass  # rank 0 keeps them; here each is let go before the next one comes
             case Restore():
                 self._built.restore(None, None, with_moments=command.moments)
         return Answer()

@@ -126,7 +126,7 @@ class RankedTrainEngine:
         if not self._unpublished:
             await self._run(lambda: self._weights.bump(self._weights.current.step))
         self._unpublished = False
-        return self._weights.current
+        return await self._run(self._weights.named)
 
     async def close(self) -> None:
         """Forget gradients; weights, queue and ranks belong to others."""
@@ -196,7 +196,7 @@ class _WholeOptimizer:
         Raises:
             RecordError: names or shapes are not those of this model.
         """
-        self._shard.optimizer.check(weights)
+        self._shard.optimizer.check(weights, moments)
 
         def own() -> None:
             self._shard.restore(weights, moments, with_moments=bool(moments))
@@ -206,6 +206,9 @@ class _WholeOptimizer:
         with torch.no_grad():
             for name, master in weights.items():
                 places[name].copy_(master)
+
+    def before_change(self, call: Callable[[], object]) -> None:
+        """What this gives are copies of its own: they never change."""
 
     def _exchange(self, what: str, command: Command, own: Callable[[], T]) -> T:
         answers = self._ranks.ask([command] * (self._ranks.num_ranks - 1))

@@ -9,16 +9,17 @@ from __future__ import annotations
 import copy
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 import torch
+from torch import nn
 
 from tandem.config.sections.engine import TrainSection
 from tandem.core.types import Floats, Trajectory
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.train.batch import lay_out, predict
-from tandem.models.attention import AttentionContext
 from tandem.models.causal_lm import CausalLM
 
 
@@ -41,10 +42,39 @@ def within_budget(trajectories: Sequence[Trajectory], tokens: int) -> list[list[
     return batches
 
 
+class Parking:
+    """Where frozen weights are while nobody asks: on their device, or (``parks``) in the memory of the CPU."""
+
+    def __init__(self, model: nn.Module, *, parks: bool) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._parks = parks and self._device.type != "cpu"
+        if self._parks:
+            model.to("cpu")
+
+    @asynccontextmanager
+    async def used(self, compute: ComputeQueue) -> AsyncIterator[None]:
+        """On their device for as long as this lasts."""
+        if not self._parks:
+            yield
+            return
+        await compute.run("train", lambda: self._model.to(self._device))
+        try:
+            yield
+        finally:
+            await compute.run("train", lambda: self._model.to("cpu"))
+
+
 class Scorer:
     """Scores trajectories under the weights of one model, in jobs of the train lane."""
 
-    def __init__(self, model: CausalLM, compute: ComputeQueue, section: TrainSection) -> None:
+    def __init__(
+        self, model: CausalLM, compute: ComputeQueue, section: TrainSection, *, replays: bool = False,
+        parking: Parking | None = None,
+    ) -> None:  # fmt: skip
+        """``replays``: the model is the one that sampled, and takes the experts that were recorded then."""
+        self._replays = replays
+        self._parking = parking or Parking(model, parks=False)
         self._model = model
         self._compute = compute
         self._section = section
@@ -52,22 +82,26 @@ class Scorer:
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
         """One stream a trajectory, at its temperature; nothing predicts the first token, which gets 0."""
         streams: list[Floats] = []
-        for batch in within_budget(trajectories, self._section.micro_batch_tokens):
-            job = functools.partial(score_batch, self._model, batch, self._section)
-            streams += await self._compute.run("train", job)
+        async with self._parking.used(self._compute):
+            for batch in within_budget(trajectories, self._section.micro_batch_tokens):
+                job = functools.partial(score_batch, self._model, batch, self._section, replays=self._replays)
+                streams += await self._compute.run("train", job)
         return streams
 
 
 @torch.no_grad()
-def score_batch(model: CausalLM, trajectories: Sequence[Trajectory], section: TrainSection) -> list[Floats]:
-    """The same for trajectories of one forward pass, on this thread."""
+def score_batch(
+    model: CausalLM, trajectories: Sequence[Trajectory], section: TrainSection, *, replays: bool = False
+) -> list[Floats]:
+    """The same for trajectories of one forward pass, on this thread. ``replays``: through the experts that the
+    trajectories have recorded, as in training."""
     device = model.device
     streams = [trajectory.token_ids[:-1] for trajectory in trajectories]
-    layout = lay_out(streams, share_prefixes=section.share_prefixes, device=device)
+    routes = [trajectory.routes for trajectory in trajectories] if replays else []
+    layout = lay_out(streams, share_prefixes=section.share_prefixes, device=device, routes=routes)
     wanted = [np.arange(1, len(trajectory.token_ids)) for trajectory in trajectories]
     predictions = predict(layout, trajectories, wanted, device)
-    context = AttentionContext(keys=layout.keys, write_slots_T=None, cache=None)
-    hidden_TD = model(layout.ids_T, layout.positions_T, context)
+    hidden_TD = model(layout.ids_T, layout.positions_T, layout.context())
     logprobs_N, _ = model.ops.token_logprobs(
         hidden_TD.index_select(0, predictions.rows_N),
         model.head_weight,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tandem.algorithms.losses import OwnLoss
 from tandem.algorithms.spec import AlgorithmSpec
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
@@ -46,17 +47,18 @@ class LocalTrainEngine:
         self._learner = Learner(weights.model, train=train, algorithm=algorithm)
         self._total_steps = total_steps
         self._unpublished = False
-        self._scorer = Scorer(weights.model, compute, train)
+        self._scorer = Scorer(weights.model, compute, train, replays=True)
 
-    async def step(self, plan: BatchPlan) -> StepResult:
-        """Forward, loss, backward, update for one plan; the weights have their next version when it returns."""
+    async def step(self, plan: BatchPlan, *, loss: OwnLoss | None = None) -> StepResult:
+        """Forward, loss, backward, update for one plan; the weights have their next version when it returns. ``loss``
+        takes the place of the method's."""
         started = time.perf_counter()
         rate = learning_rate(self._schedule, step=plan.step, total_steps=self._total_steps)
         # A step that was cancelled half-way may have left gradients.
         await self._compute.run("train", self.optimizer.discard)
         measured = []
         for row in plan.rows:
-            measured.append(await self._compute.run("train", lambda row=row: self._micro_batch(row, plan)))
+            measured.append(await self._compute.run("train", lambda row=row: self._micro_batch(row, plan, loss)))
 
         def finish() -> StepResult:
             norm = self.optimizer.step(rate)
@@ -76,14 +78,14 @@ class LocalTrainEngine:
         if not self._unpublished:
             await self._compute.run("train", lambda: self._weights.bump(self._weights.current.step))
         self._unpublished = False
-        return self._weights.current
+        return await self._compute.run("train", self._weights.named)
 
     async def close(self) -> None:
         """Forget gradients; weights and queue belong to others."""
         await self._compute.run("train", self.optimizer.discard)
 
-    def _micro_batch(self, row: Sequence[Sample], plan: BatchPlan) -> Tensor:
-        measured = self._learner.micro_batch(row, normaliser(plan, self._weights.version))
+    def _micro_batch(self, row: Sequence[Sample], plan: BatchPlan, loss: OwnLoss | None) -> Tensor:
+        measured = self._learner.micro_batch(row, normaliser(plan, self._weights.version), loss)
         self.optimizer.accumulate()
         return measured
 

@@ -18,7 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+from tandem.engine.train.snapshot import Held
+
+_DTYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
+    torch.uint8: "U8",
+}  # fmt: skip
 _BUFFER_BYTES = 8 << 20
 _BLOCK_BYTES = 4096  # direct writes are whole blocks from an aligned buffer
 
@@ -72,12 +77,16 @@ class _Stream:
         self._buffer.close()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write the file; returns its SHA-256."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor] | Mapping[str, Held]) -> str:
+    """Write the file, each tensor as it was when it was held; returns its SHA-256. The order in the file is that of
+    element sizes (the largest first, so that none is out of line) and names: the same tensors are the same bytes,
+    whatever made the mapping."""
+    given = {name: tensor if isinstance(tensor, Held) else Held(tensor) for name, tensor in tensors.items()}
+    held = dict(sorted(given.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     header: dict[str, object] = {}
     offset = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+    for name, tensor in held.items():
+        size = tensor.shape.numel() * tensor.dtype.itemsize
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -89,9 +98,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     stream = _Stream(path)
     try:
         stream.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for tensor in tensors.values():
-            flat = tensor.detach().contiguous().cpu().reshape(-1)
-            stream.write(flat.view(torch.uint8).numpy().data)
+        for tensor in held.values():
+            with tensor.reading() as whole:
+                flat = whole.contiguous().cpu().reshape(-1)
+                stream.write(flat.view(torch.uint8).numpy().data)
         return stream.finish()
     finally:
         stream.close()

@@ -20,12 +20,13 @@ from tandem.algorithms.pairs import bradley_terry
 from tandem.algorithms.spec import AlgorithmSpec
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
+from tandem.core.errors import ConfigError
 from tandem.core.types import BatchPlan, Floats, Ids, Sample, StepResult, Trajectory
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.train.batch import Layout, lay_out
 from tandem.engine.train.optimizer import AdamW
 from tandem.engine.train.schedule import learning_rate
-from tandem.engine.train.score import within_budget
+from tandem.engine.train.score import Parking, within_budget
 from tandem.models.attention import AttentionContext
 from tandem.models.causal_lm import CausalLM
 
@@ -126,7 +127,38 @@ class CriticEngine:
         return lay_out(streams, share_prefixes=self._train.share_prefixes, device=self.model.body.device)
 
 
-class RewardModelEngine:
+class AnswerScorer:
+    """A reward model's score of whole trajectories, read off their last tokens."""
+
+    def __init__(
+        self, model: ValueModel, compute: ComputeQueue, train: TrainSection, parking: Parking | None = None
+    ) -> None:
+        self.model = model
+        self._parking = parking or Parking(model, parks=False)
+        self._compute = compute
+        self._train = train
+
+    async def scores(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """One a trajectory, in jobs of the train lane."""
+        scores: list[float] = []
+        async with self._parking.used(self._compute):
+            for batch in within_budget(trajectories, self._train.micro_batch_tokens):
+                scores += await self._compute.run("train", lambda batch=batch: self._scores(batch).tolist())
+        return scores
+
+    @torch.no_grad()
+    def _scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        return self.of_last([trajectory.token_ids for trajectory in trajectories])
+
+    def of_last(self, streams: Sequence[Ids]) -> Tensor:
+        """Float32 ``[streams]``, with their graph."""
+        device = self.model.body.device
+        layout = lay_out(streams, share_prefixes=self._train.share_prefixes, device=device)
+        last_B = torch.tensor([int(slots[-1]) for slots in layout.slots], device=device)
+        return self.model(layout, checkpoint=self._train.checkpoint_activations)[last_B]
+
+
+class RewardModelEngine(AnswerScorer):
     """Trains a reward model on pairs: the Bradley-Terry loss of the scores of their last learned tokens."""
 
     def __init__(
@@ -139,10 +171,16 @@ class RewardModelEngine:
         algorithm: AlgorithmSpec,
         total_steps: int,
     ) -> None:
-        self.model = model
+        """Raises:
+        ConfigError: ``train`` weighs the balance of experts, which this loss does not.
+        """
+        if train.balance_weight:
+            raise ConfigError(
+                f"engine.train.balance_weight = {train.balance_weight}: a reward model's loss has no such part",
+                hint="set engine.train.balance_weight = 0",
+            )
+        super().__init__(model, compute, train)
         self.optimizer = AdamW(model, optimizer)
-        self._compute = compute
-        self._train = train
         self._schedule = optimizer
         self._algorithm = algorithm
         self._total_steps = total_steps
@@ -167,25 +205,8 @@ class RewardModelEngine:
             train_s=time.perf_counter() - started,
         )
 
-    async def scores(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """The score of each whole trajectory."""
-        scores: list[float] = []
-        for batch in within_budget(trajectories, self._train.micro_batch_tokens):
-            scores += await self._compute.run("train", lambda batch=batch: self._scores(batch).tolist())
-        return scores
-
-    @torch.no_grad()
-    def _scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        return self._of_last([trajectory.token_ids for trajectory in trajectories])
-
-    def _of_last(self, streams: Sequence[Ids]) -> Tensor:
-        device = self.model.body.device
-        layout = lay_out(streams, share_prefixes=self._train.share_prefixes, device=device)
-        last_B = torch.tensor([int(slots[-1]) for slots in layout.slots], device=device)
-        return self.model(layout, checkpoint=self._train.checkpoint_activations)[last_B]
-
     def _micro_batch(self, row: Sequence[Sample], plan: BatchPlan) -> tuple[float, float, float]:
-        scores_B = self._of_last([sample.trajectory.token_ids for sample in row])
+        scores_B = self.of_last([sample.trajectory.token_ids for sample in row])
         loss_P, margin_P = bradley_terry(scores_B, self._algorithm.label_smoothing)
         loss = loss_P.sum() * 2 / plan.num_sequences
         loss.backward()

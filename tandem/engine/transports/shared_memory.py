@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import EngineError
-from tandem.engine.transports.transport import Layout
-from tandem.kernels.moving import copy_summed
+from tandem.engine.transports.transport import Layout, put_summed
+from tandem.kernels.pages import memory_file, prefer_large_pages
 
 SLOTS = 2
 
@@ -31,6 +31,7 @@ class _Memory:
         if os.fstat(file).st_size < size:
             raise EngineError(f"the shared memory has {os.fstat(file).st_size} bytes, the weights need {size}")
         self._map = mmap.mmap(file, size)
+        prefer_large_pages(self._map)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self) -> None:
@@ -49,9 +50,11 @@ class SharedMemorySender:
     """Writes the live ``tensors`` of this process."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        self._file = os.memfd_create("tandem-weights")
         try:
-            os.ftruncate(self._file, max(1, layout.fixed_bytes + SLOTS * layout.moving_bytes))
+            self._file = memory_file("tandem-weights", max(1, layout.fixed_bytes + SLOTS * layout.moving_bytes))
+        except OSError as error:
+            raise EngineError(f"no shared memory for two copies of the weights: {error}") from error
+        try:
             memory = _Memory(layout, self._file)
         except (OSError, ValueError) as error:
             os.close(self._file)
@@ -62,7 +65,7 @@ class SharedMemorySender:
         self._pairs = [
             [(tensors[name], place) for name, place in memory.tensors(slot).items()] for slot in range(SLOTS)
         ]
-        self._fixed = fixed
+        self._fixed, self._places = fixed, layout.places
         self._memory = memory
         self._is_empty = True
 
@@ -72,10 +75,14 @@ class SharedMemorySender:
 
     def send(self, slot: int) -> np.ndarray:
         if self._is_empty:
-            self._sums_N8[self._fixed] = copy_summed([self._pairs[slot][number] for number in self._fixed])
+            self._put(self._fixed, slot)
             self._is_empty = False
-        self._sums_N8[self._moving] = copy_summed([self._pairs[slot][number] for number in self._moving])
+        self._put(self._moving, slot)
         return self._sums_N8.copy()
+
+    def _put(self, numbers: list[int], slot: int) -> None:
+        tensors, targets = zip(*(self._pairs[slot][number] for number in numbers), strict=True) if numbers else ((), ())
+        self._sums_N8[numbers] = put_summed(tensors, targets, [self._places[number] for number in numbers])
 
     def release(self) -> None:
         self._memory.release()

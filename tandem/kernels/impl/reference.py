@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: what every other implementation is tested against, and the road without a compiler.
+"""Attention row by row: what every implementation is tested against; on the CPU only, and slow.
 
 Invariant (row-exact): a query row's result depends on its own query, keys and values only. Keys are taken in
 chunks of 128 from the row's first key on, rows in blocks of 16 (padded), and chunk sums are added in order, so

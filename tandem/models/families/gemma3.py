@@ -93,4 +93,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     pieces=decoder_pieces,
+    scorer="Gemma3TextForSequenceClassification",
+    gguf_architecture="gemma3",
+    gguf_windows=True,
 )

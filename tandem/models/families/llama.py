@@ -33,6 +33,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     pieces=decoder_pieces,
+    scorer="LlamaForSequenceClassification",
     gguf_architecture="llama",
     gguf_permuted=True,
 )

@@ -48,5 +48,6 @@ FAMILY = Family(
     read=_read,
     write=_write,
     pieces=decoder_pieces,
+    scorer="Qwen3ForSequenceClassification",
     gguf_architecture="qwen3",
 )

@@ -59,4 +59,6 @@ FAMILY = Family(
     read=_read,
     write=_write,
     pieces=decoder_pieces,
+    scorer="Qwen3MoeForSequenceClassification",
+    gguf_architecture="qwen3moe",
 )

@@ -114,7 +114,8 @@ class ConsoleSink:
                 self._line(f"warning ({event.where}): {event.message}")
             case DataLoaded() as event:
                 reasons = "".join(f", {count} {reason}" for reason, count in event.dropped.items())
-                self._line(f"data: {event.num_kept} of {event.num_rows} rows kept{reasons}")
+                files = ", ".join(event.files[:3]) + (f" and {len(event.files) - 3} more" if event.files[3:] else "")
+                self._line(f"data: {event.num_kept} of {event.num_rows} rows kept{reasons} ({files})")
             case RunResumed() as event:
                 self._line(f"resumed at step {event.step}")
             case RunFinished() as event:

@@ -27,6 +27,7 @@ from tandem.sandbox.backends.frames import (
     TIMED_OUT,
     Frame,
     frame,
+    pack_environment,
     run_frame,
     start_frame,
 )
@@ -61,7 +62,8 @@ class Channel:
     ) -> None:
         """``first``: the number of the first call. A box that is adopted may still run calls of an earlier process."""
         self._environment = environment
-        self.network_environment: Mapping[str, str] = {}  # its own and a call's come first
+        self._network_environment: Mapping[str, str] = {}
+        self._packed: bytes | None = None  # what a call without an environment of its own has
         self._hello = hello
         self._broken = broken
         self._fault = ""
@@ -194,8 +196,17 @@ class Channel:
         end = (code, flags, dropped_out, dropped_error, duration_us)
         return _outcome(end, bytes(pending.stdout), bytes(pending.stderr))
 
-    def _with(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return {**self.network_environment, **self._environment, **environment}
+    def set_network_environment(self, environment: Mapping[str, str]) -> None:
+        """Of commands from now on; what the box and a call say comes first."""
+        self._network_environment = environment
+        self._packed = None
+
+    def _with(self, environment: Mapping[str, str]) -> bytes:
+        if environment:
+            return pack_environment({**self._network_environment, **self._environment, **environment})
+        if self._packed is None:
+            self._packed = pack_environment({**self._network_environment, **self._environment})
+        return self._packed
 
     async def start(self, start: Start) -> NamespaceProcess:
         """Returns when the command runs. Raises OSError, SandboxGone, SandboxTimeout, SandboxError."""
@@ -256,10 +267,11 @@ class Channel:
     def _on_socket(self, number: int, payload: bytes) -> None:
         assert self._transport is not None
         (error,) = struct.unpack("<I", payload)
+        words = os.strerror(error)
         waiting = self._sockets.pop(number, None)
         if error:
             if waiting is not None and not waiting.done():
-                waiting.set_exception(OSError(error, os.strerror(error)))
+                waiting.set_exception(OSError(error, words))
             return
         try:
             sock = self._transport.take()
@@ -279,8 +291,8 @@ class Channel:
         elif kind == Frame.STDIN_ACK:
             process.on_window(struct.unpack("<I", payload)[0])
         elif kind == Frame.EXIT:
-            del self._processes[number]
             process.on_end(_outcome(EXIT.unpack(payload), b"", b""))
+            del self._processes[number]  # last: who lies about an end is still to be told that its box is gone
 
     def _feed(self, number: int, pending: _Pending) -> None:
         assert self._transport is not None
@@ -306,7 +318,13 @@ class Channel:
                 break
             payload = bytes(memoryview(self._buffer)[start + HEAD.size : start + 4 + length])
             start += 4 + length
-            self._on_frame(kind, number, payload)
+            try:
+                self._on_frame(kind, number, payload)
+            except (struct.error, ValueError, OverflowError) as error:
+                self._fail(f"it broke the protocol: {error}")
+                return
+            if self._fault:
+                return
         del self._buffer[:start]
 
     def _on_frame(self, kind: int, number: int, payload: bytes) -> None:

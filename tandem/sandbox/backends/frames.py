@@ -20,6 +20,7 @@ FRAME_MAX = 1 << 20
 STDIN_WINDOW = 256 * 1024
 HEAD = struct.Struct("<IBI")
 EXIT = struct.Struct("<iIQQQ")
+SIZE = struct.Struct("<I")
 
 
 class Frame(IntEnum):
@@ -43,21 +44,21 @@ class Frame(IntEnum):
 
 
 TIMED_OUT, OUT_OF_MEMORY, NOT_STARTED, KILLED = 1, 2, 4, 8
-AS_ROOT, LONG_LIVED, ON_TERMINAL = 1, 2, 4
+AS_ROOT, LONG_LIVED, ON_TERMINAL, AS_OTHER = 1, 2, 4, 8
 NO_CAP = 2**64 - 1
 
 
 def text(value: str | bytes) -> bytes:
     data = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
-    return struct.pack("<I", len(data)) + data + b"\0"
+    return SIZE.pack(len(data)) + data + b"\0"
 
 
 def frame(kind: Frame, command: int, payload: bytes = b"") -> bytes:
     return HEAD.pack(5 + len(payload), kind, command) + payload
 
 
-def run_frame(command: int, call: Call, environment: Mapping[str, str]) -> bytes:
-    """Raises ``SandboxError`` for strings that no command line can carry."""
+def run_frame(command: int, call: Call, environment: bytes) -> bytes:
+    """``environment``: from ``pack_environment``. Raises SandboxError for strings that no command line can carry."""
     has_input = bool(call.stdin) or call.kind is CallKind.WRITE
     head = call.kind.encode() + struct.pack(
         "<IQQBBII", milliseconds(call.timeout_s), call.stdout_cap_bytes, call.stderr_cap_bytes, has_input, 0, 0, 0
@@ -65,27 +66,45 @@ def run_frame(command: int, call: Call, environment: Mapping[str, str]) -> bytes
     return _run(command, head, call.folder, call.arguments, environment)
 
 
-def start_frame(command: int, start: Start, environment: Mapping[str, str]) -> bytes:
-    """Raises ``SandboxError`` for strings that no command line can carry."""
-    options = LONG_LIVED | (AS_ROOT if start.user == "root" else 0) | (ON_TERMINAL if start.terminal else 0)
+def start_frame(command: int, start: Start, environment: bytes) -> bytes:
+    """As ``run_frame``."""
+    options = LONG_LIVED | (ON_TERMINAL if start.terminal else 0)
+    ids: list[int] = []
+    if start.user == "root":
+        options |= AS_ROOT
+    elif start.user != "agent":
+        options |= AS_OTHER
+        ids = _ids(start.user)
     timeout_ms = 0 if start.timeout_s is None else milliseconds(start.timeout_s)
     size = (start.terminal.columns, start.terminal.rows) if start.terminal else (0, 0)
-    head = CallKind.RUN.encode() + struct.pack(
+    head = start.kind.encode() + struct.pack(
         "<IQQBBII", timeout_ms, NO_CAP, NO_CAP, start.stdin, options, *size
     )
-    return _run(command, head, start.folder, start.arguments, environment)
+    more = struct.pack(f"<{len(ids) + 1}I", len(ids), *ids) if ids else b""
+    return _run(command, head, start.folder, start.arguments, environment, more)
+
+
+def _ids(user: str) -> list[int]:
+    numbers = user.split(":")
+    if len(numbers) < 2 or not all(number.isdecimal() for number in numbers):
+        raise SandboxError(f"user {user[:40]!r} is no UID:GID", hint="sandbox.users.as_user finds a name's")
+    return [int(number) for number in numbers]
 
 
 def milliseconds(seconds: float) -> int:
     return min(max(1, round(seconds * 1000)), 2**31)
 
 
-def _run(command: int, head: bytes, folder: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bytes:
-    pairs = [f"{name}={value}" for name, value in environment.items()]
-    for value in (*arguments, *pairs, folder):
-        if "\0" in value:
-            raise SandboxError(f"a command cannot carry a NUL character: {value[:80]!r}")
-    payload = b"".join((head, text(folder), _strings(arguments), _strings(pairs)))
+def pack_environment(environment: Mapping[str, str]) -> bytes:
+    """Raises ``SandboxError`` for a NUL character."""
+    return _strings([f"{name}={value}" for name, value in environment.items()])
+
+
+def _run(
+    command: int, head: bytes, folder: str, arguments: Sequence[str], environment: bytes, more: bytes = b""
+) -> bytes:
+    _refuse_nul(folder)
+    payload = b"".join((head, text(folder), _strings(arguments), environment, more))
     if len(payload) + 5 > FRAME_MAX:
         raise SandboxError(
             f"the command line is {len(payload)} bytes; at most {FRAME_MAX}",
@@ -95,7 +114,14 @@ def _run(command: int, head: bytes, folder: str, arguments: Sequence[str], envir
 
 
 def _strings(values: Sequence[str]) -> bytes:
-    return struct.pack("<I", len(values)) + b"".join(text(value) for value in values)
+    for value in values:
+        _refuse_nul(value)
+    return SIZE.pack(len(values)) + b"".join([text(value) for value in values])
+
+
+def _refuse_nul(value: str) -> None:
+    if "\0" in value:
+        raise SandboxError(f"a command cannot carry a NUL character: {value[:80]!r}")
 
 
 def pack_steps(steps: Sequence[Step]) -> bytes:

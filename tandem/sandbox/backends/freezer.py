@@ -1,23 +1,21 @@
 """Holding a box still: the freezer of its control group where there is one, else stop signals to its processes.
 
-Owns: the wait until all processes stand, and giving their memory to swap. Refuses: to call a box paused that still
+Owns: the wait until all processes stand. Refuses: to call a box paused that still
 runs. A killed box ends from any of these states.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 from pathlib import Path
 
-from tandem.core.errors import SandboxError, SandboxUnavailable
+from tandem.core.errors import SandboxError
 from tandem.sandbox.backends.cgroups import Group
+from tandem.sandbox.backends.paging import Pager
 
 PAUSE_TIMEOUT_S = 5.0
-MADV_PAGEOUT = 21
-NR_PROCESS_MADVISE = 440
 
 
 class Freezer:
@@ -27,9 +25,7 @@ class Freezer:
         self.agent = agent
         self._unified = next((folder for group, folder in folders if group.unified), None)
         self._legacy = next((folder for group, folder in folders if "freezer" in group.controllers), None)
-        self._reclaim = next(
-            (folder for group, folder in folders if group.unified and "memory" in group.controllers), None
-        )
+        self._pager = Pager(folders)
 
     @property
     def holds_the_dead(self) -> bool:
@@ -91,18 +87,8 @@ class Freezer:
         return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
     async def page_out(self) -> None:
-        """Give the memory of a frozen box to swap. Raises SandboxUnavailable when there is none."""
-        if not has_swap():
-            raise SandboxUnavailable(
-                "a cold pause needs swap, and this machine has none", hint="add swap (zram will do), or pause warm"
-            )
-        if self._reclaim is not None and (self._reclaim / "memory.swap.max").exists():
-            (self._reclaim / "memory.swap.max").write_text("max")
-        await asyncio.get_running_loop().run_in_executor(None, self._push_out)
-
-    def _push_out(self) -> None:
-        for pid in self.processes():
-            _page_out(pid)
+        """Give the memory of a frozen box to swap. Raises as ``Pager.push_out``."""
+        await asyncio.get_running_loop().run_in_executor(None, self._pager.push_out, self.processes())
 
     async def _written(self, path: Path, value: str, told: Path, word: str) -> None:
         try:
@@ -131,13 +117,6 @@ class Freezer:
         raise SandboxError("its processes multiply faster than they can be stopped", hint="kill it")
 
 
-def has_swap() -> bool:
-    try:
-        return len(Path("/proc/swaps").read_text().splitlines()) > 1
-    except OSError:
-        return False
-
-
 def _below(pid: int) -> list[int]:
     found: list[int] = []
     try:
@@ -159,22 +138,3 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
-
-
-def _page_out(pid: int) -> None:
-    """All private writable memory of a process; what the kernel refuses stays where it is."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        for line in lines:
-            places, rights = line.split()[:2]
-            if rights.startswith("rw"):
-                first, last = (int(place, 16) for place in places.split("-"))
-                vector = (ctypes.c_uint64 * 2)(first, last - first)
-                libc.syscall(NR_PROCESS_MADVISE, handle, vector, ctypes.c_size_t(1), MADV_PAGEOUT, 0)
-    finally:
-        os.close(handle)

@@ -20,21 +20,25 @@ from pathlib import Path
 
 from tandem.config.sections.sandbox import SandboxSection
 from tandem.core.boxes import Isolation, SandboxSpec
-from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable
+from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SandboxUnavailable, SnapshotMissing
 from tandem.sandbox.abilities import Ability, refuse
 from tandem.sandbox.backend import Box, Root
+from tandem.sandbox.backends.adoption import unpack_root
 from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import Cgroups, sweep
 from tandem.sandbox.backends.channel import Channel
-from tandem.sandbox.backends.gvisor_box import NOTE, GvisorBox
-from tandem.sandbox.backends.gvisor_bundle import make_root, write_config
+from tandem.sandbox.backends.gvisor_box import GvisorBox
+from tandem.sandbox.backends.gvisor_bundle import write_config
+from tandem.sandbox.backends.gvisor_frozen import NOTE
+from tandem.sandbox.backends.gvisor_root import Copies, Ground
 from tandem.sandbox.backends.runsc import Runsc
-from tandem.sandbox.backends.template import Template, host_template
+from tandem.sandbox.backends.template import Template, host_template, image_template
 
 PREFIX = "tandem-gvisor-"
 KERNEL_BYTES = 128 * 2**20  # what gVisor's own kernel needs beside the box
 MEMORY = Path("/dev/shm")  # checkpoints are quickest in memory
 REAP_S = 10.0
+AGENT = "agent"
 
 
 class GvisorBackend:
@@ -44,13 +48,15 @@ class GvisorBackend:
     isolation = Isolation.USER_KERNEL
     abilities = frozenset({
         Ability.PAUSE, Ability.LIVE_SNAPSHOT, Ability.LIVE_FORK, Ability.PROCESSES, Ability.TERMINAL, Ability.USAGE,
+        Ability.FILE_STREAMS, Ability.SNAPSHOT, Ability.IMAGES,
     })  # fmt: skip
 
     def __init__(self, *, cache: Path | None = None) -> None:
         self._cache = cache
         self._runsc: Runsc | None = None
         self._folder: Path | None = None
-        self._template: Template | None = None
+        self._templates: dict[bool, Template] = {}  # by whether the host is below
+        self._copies = Copies()
         self._cgroups: Cgroups | None = None
         self._starting = asyncio.Lock()
         self._boxes: dict[int, GvisorBox] = {}
@@ -62,6 +68,10 @@ class GvisorBackend:
         return self._cgroups
 
     @property
+    def copies(self) -> Copies:
+        return self._copies
+
+    @property
     def folder(self) -> Path:
         """Raises SandboxGone: the backend is closed."""
         if self._folder is None:
@@ -71,19 +81,22 @@ class GvisorBackend:
     async def create(self, spec: SandboxSpec, *, root: Root | None = None, timeout_s: float) -> Box:
         if not spec.network.none:
             raise refuse(self.name, Ability.NETWORK)
-        if root is not None and (root.layers or not root.host_base):
-            raise refuse(self.name, Ability.IMAGES)
         if spec.template != "host" and root is None:
             raise SandboxUnavailable(f"the gvisor backend has no template {spec.template!r}", hint="known: host")
-        return await self._make(spec, ["run"], None, timeout_s=timeout_s)
+        return await self._make(spec, ["run"], root or Root(), None, timeout_s=timeout_s)
 
     async def restore(self, frozen: Path, spec: SandboxSpec, *, timeout_s: float) -> Box:
         return await self.copy(frozen, spec, None, timeout_s=timeout_s)
 
     async def copy(self, images: Path, spec: SandboxSpec, parent: Channel | None, *, timeout_s: float) -> Box:
         """A box from a checkpoint; it knows the long-lived commands of ``parent``."""
-        first = json.loads((images / NOTE).read_text())["next"]
-        return await self._make(spec, ["restore", f"--image-path={images}"], parent, first=first, timeout_s=timeout_s)
+        note = json.loads((images / NOTE).read_text())
+        root = unpack_root(note["root"])
+        root = replace(root, layers=tuple(replace(each, path=images / each.path) for each in root.layers))
+        if gone := [each.path for each in root.layers if not each.path.exists()]:
+            raise SnapshotMissing(f"layer {gone[0]} of the snapshot is gone", hint="pull or build its image again")
+        words = ["restore", f"--image-path={images}"]
+        return await self._make(spec, words, root, parent, first=note["next"], timeout_s=timeout_s)
 
     async def adopt(self) -> dict[str, Box]:
         return {}
@@ -102,46 +115,57 @@ class GvisorBackend:
                 await asyncio.to_thread(shutil.rmtree, self._folder, True)
             self._folder = self._cgroups = None
 
-    async def _ready(self) -> tuple[Runsc, Path, Template]:
+    async def _ready(self) -> tuple[Runsc, Path]:
         async with self._starting:
-            if self._runsc is None or self._template is None:
+            if self._runsc is None or not self._templates:
                 self._runsc = await asyncio.to_thread(Runsc.find)
-                self._template = await asyncio.to_thread(host_template)
+                self._templates = {True: await asyncio.to_thread(host_template), False: image_template()}
             if self._folder is None:
                 await asyncio.to_thread(_sweep)
-                agent = await asyncio.to_thread(program, self._cache)
+                made = await asyncio.to_thread(program, self._cache)
                 place = MEMORY if os.access(MEMORY, os.W_OK) else None
                 self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
                 self._folder.chmod(0o711)
-                await asyncio.to_thread(make_root, self._folder / "root", self._template, agent)
+                for name in ("root", "hidden"):
+                    (self._folder / name).mkdir(mode=0o700)
+                shutil.copyfile(made, self._folder / AGENT)
+                (self._folder / AGENT).chmod(0o755)
                 self._cgroups = await asyncio.to_thread(Cgroups.open)
-            return self._runsc, self._folder, self._template
+            return self._runsc, self._folder
 
     async def _make(
-        self, spec: SandboxSpec, words: list[str], parent: Channel | None, *, first: int = 1, timeout_s: float
+        self, spec: SandboxSpec, words: list[str], root: Root, parent: Channel | None, *, first: int = 1,
+        timeout_s: float,
     ) -> Box:
-        runsc, folder, template = await self._ready()
+        runsc, folder = await self._ready()
+        template = self._templates[root.host_base]
         number = self._next
         self._next += 1
-        box = GvisorBox(number, runsc, self)
+        verb, *options = words
+        ground = Ground(folder, folder / AGENT, template, root, spec, fresh=verb == "run")
+        box = GvisorBox(number, runsc, self, root)
         bundle, pid_file = folder / box.name, folder / f"{box.name}.pid"
         ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        box.channel = Channel({**template.environment, **spec.environment}, _settler(ready), box.bury, first=first)
+        box.channel = Channel(
+            {**template.environment, **root.environment, **spec.environment}, _settler(ready), box.bury, first=first
+        )
         if parent is not None:
             box.channel.inherit(parent)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         self._boxes[number] = box
+        self._copies.hold(root.layers)
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.to_thread(write_config, bundle, folder / "root", template, spec)
+                await asyncio.to_thread(write_config, bundle, ground.place, template, spec, folder / AGENT)
                 groups = await asyncio.to_thread(self._groups, number, spec)
-                verb, *options = words
                 await runsc.run(
                     folder, [verb, *options, "--detach", f"--bundle={bundle}", f"--pid-file={pid_file}", box.name],
-                    stdin=theirs.fileno(), groups=groups, timeout_s=timeout_s,
+                    stdin=theirs.fileno(), groups=groups, before=ground.words, descriptors=[ground.descriptor],
+                    timeout_s=timeout_s,
                 )  # fmt: skip
                 theirs.close()
+                box.upper = ground.upper()
                 box.pid = int(pid_file.read_text())
                 self._watch(box)
                 box.channel.attach(ours)
@@ -159,6 +183,8 @@ class GvisorBackend:
             if isinstance(error, TimeoutError):
                 raise SandboxTimeout(f"a box did not answer {timeout_s:g} s after its creation") from error
             raise
+        finally:
+            ground.close()
         return box
 
     def _groups(self, number: int, spec: SandboxSpec) -> list[Path]:
@@ -202,13 +228,17 @@ class GvisorBackend:
         task.add_done_callback(self._reaping.discard)
 
     async def _reap(self, box: GvisorBox) -> None:
-        """What the kernel and runsc still hold of it. The kernel needs about a second and a half."""
+        """What the kernel and runsc still hold of it."""
+        if box.upper >= 0:
+            os.close(box.upper)
+            box.upper = -1
         if self._runsc is None or self._folder is None:
             return
         with contextlib.suppress(SandboxError):
             await self._runsc.run(self._folder, ["delete", "--force", box.name])
         await asyncio.to_thread(shutil.rmtree, self._folder / box.name, True)
         (self._folder / f"{box.name}.pid").unlink(missing_ok=True)
+        await self._copies.drop(box.root.layers)
         groups = [] if self._cgroups is None else [folder for _, folder in self._cgroups.folders_of(box.number)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REAP_S):

@@ -1,7 +1,7 @@
 """One gVisor box: calls by the same in-box agent as every box of ours, standing still, living copies, its end.
 
-Owns: the order of its moves. Refuses: what gVisor of today has not: files without processes as a snapshot, ports,
-policies. Invariant: a copy is taken only when nothing is on its way between the box and us.
+Owns: the order of its moves. Refuses: what gVisor of today has not: ports, policies. Invariants: a copy is taken only
+when nothing is on its way between the box and us; its files and processes are of one moment.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from tandem.core.boxes import NetworkPolicy, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone, SandboxTimeout, SnapshotError
 from tandem.sandbox.abilities import Ability, refuse
-from tandem.sandbox.backend import Box, Call, Outcome, Root, Start, Usage
+from tandem.sandbox.backend import Box, Call, Frozen, Layer, Outcome, Root, Start, Usage
+from tandem.sandbox.backends.adoption import pack_root
 from tandem.sandbox.backends.cgroups import Cgroups
 from tandem.sandbox.backends.channel import Channel
+from tandem.sandbox.backends.gvisor_frozen import NOTE, GvisorFiles, GvisorFrozen
+from tandem.sandbox.backends.gvisor_root import Copies
 from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.backends.runsc import Runsc
 from tandem.sandbox.network.attempts import Tell
+from tandem.sandbox.network.budget import Budget
 
 KILL_TIMEOUT_S = 15.0
-NOTE = "tandem.json"  # beside the images: the number of the next call
+DELETED = re.compile(r'dentry\("([^"]*)"\)\.beforeSave: deleted')
 
 
 class Surroundings(Protocol):
@@ -40,36 +46,12 @@ class Surroundings(Protocol):
     @property
     def folder(self) -> Path: ...
 
+    @property
+    def copies(self) -> Copies: ...
+
     async def copy(self, images: Path, spec: SandboxSpec, parent: Channel | None, *, timeout_s: float) -> Box:
         """A box from a checkpoint."""
         ...
-
-
-class GvisorFrozen:
-    """A checkpoint: files and processes. ``folder`` is ours until ``release``."""
-
-    live = True
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._released = False
-
-    @property
-    def root(self) -> Root:
-        """Raises SnapshotError: its files are not apart from its processes."""
-        raise SnapshotError("a live snapshot has no files apart from its processes", hint="restore it, durable")
-
-    async def save(self, folder: Path) -> Root:
-        if self._released:
-            raise SnapshotError("the snapshot was released before it was saved")
-        await asyncio.to_thread(shutil.copytree, self._folder, folder, dirs_exist_ok=True)
-        await asyncio.to_thread(os.sync)
-        return Root()
-
-    async def release(self) -> None:
-        if not self._released:
-            self._released = True
-            await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
 
 class GvisorBox:
@@ -77,9 +59,11 @@ class GvisorBox:
 
     handle = ""
 
-    def __init__(self, number: int, runsc: Runsc, around: Surroundings) -> None:
+    def __init__(self, number: int, runsc: Runsc, around: Surroundings, root: Root) -> None:
         self.number = number
         self.pid = 0
+        self.upper = -1  # what it wrote, as a descriptor
+        self.root = root
         self._runsc = runsc
         self._around = around
         self._paused = False
@@ -110,26 +94,23 @@ class GvisorBox:
         if cold:
             raise refuse("gvisor", Ability.COLD_PAUSE)
         async with self._moving:
-            channel = self._alive()
-            if not self._paused:
-                await self._tell("pause")
-                self._paused = True
-                channel.pause()
+            await self._stand()
 
     async def resume(self) -> None:
         self._alive()
         async with self._moving:
             await self._go()
 
-    async def snapshot(self, *, live: bool = False) -> GvisorFrozen:
+    async def snapshot(self, *, live: bool = False) -> Frozen:
         self._alive()
         if not live:
-            raise refuse("gvisor", Ability.SNAPSHOT)
-        return GvisorFrozen(await self._checkpoint())
+            return await self._files()
+        images, root = await self._checkpoint()
+        return GvisorFrozen(images, root, self._around.copies)
 
     async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
         """One checkpoint, restored once for each; the copies share no memory."""
-        images = await self._checkpoint()
+        images, root = await self._checkpoint()
         try:
             made = await asyncio.gather(
                 *(self._around.copy(images, spec, self.channel, timeout_s=timeout_s) for spec in specs),
@@ -137,12 +118,13 @@ class GvisorBox:
             )
         finally:
             await asyncio.to_thread(shutil.rmtree, images, True)
+            await self._around.copies.drop(root.layers[:1])
         for each in made:
             if isinstance(each, BaseException) and not isinstance(each, Exception):
                 raise each
         return [each for each in made if not isinstance(each, BaseException) or isinstance(each, Exception)]
 
-    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
+    async def set_network(self, policy: NetworkPolicy, tell: Tell, budget: Budget | None = None) -> None:
         self._alive()
         if not policy.none:
             raise refuse("gvisor", Ability.NETWORK)
@@ -156,16 +138,19 @@ class GvisorBox:
         groups = self._around.cgroups
         if groups is None:
             raise refuse("gvisor", Ability.USAGE)
+        told = os.statvfs(f"/proc/self/fd/{self.upper}")
+        used, total = (told.f_blocks - told.f_bfree) * told.f_frsize, told.f_blocks * told.f_frsize
         return Usage(
             cpu_s=groups.cpu_s(self.number),
             memory_bytes=groups.number(self.number, "memory", unified="memory.current", legacy="memory.usage_in_bytes"),
             memory_peak_bytes=groups.number(
                 self.number, "memory", unified="memory.peak", legacy="memory.max_usage_in_bytes"
             ),
+            disk_bytes=used, disk_total_bytes=total,
         )  # fmt: skip
 
     def bury(self) -> None:
-        """Begin its end: the sandbox process dies at once, the kernel takes its helpers away within two seconds."""
+        """Begin its end: the sandbox process dies at once, its helpers with it."""
         if self.pid and not self.gone.done():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -181,25 +166,74 @@ class GvisorBox:
         except TimeoutError as error:
             raise SandboxTimeout(f"it is not gone {KILL_TIMEOUT_S:g} s after its kill") from error
 
-    async def _checkpoint(self) -> Path:
+    async def _files(self) -> GvisorFiles:
+        async with self._moving:
+            async with self._still():
+                layer = await self._copy()
+            root = replace(self.root, layers=(layer, *self.root.layers))
+            self._around.copies.hold(self.root.layers)
+            return GvisorFiles(root, self._around.copies)
+
+    async def _checkpoint(self) -> tuple[Path, Root]:
+        """Processes and files of one moment: the folder of the first, and the root of the second."""
         self._alive()
         async with self._moving:
             was_paused = self._paused
-            await self._go()
+            await self._go()  # its agent must hear of it
             images = Path(tempfile.mkdtemp(prefix="images-", dir=self._around.folder))
+            layers: list[Layer] = []
             try:
                 channel = self._alive()
-                async with channel.quiet():
-                    await self._tell("checkpoint", f"--image-path={images}", "--leave-running", "--compression=none")
-                (images / NOTE).write_text(json.dumps({"next": channel.next_number}))
+                async with channel.quiet(), self._still():
+                    await self._save(images)
+                    layers.append(await self._copy())
+                root = replace(self.root, layers=(*layers, *self.root.layers))
+                (images / NOTE).write_text(json.dumps({"next": channel.next_number, "root": pack_root(root)}))
                 if was_paused:
-                    await self._tell("pause")
-                    self._paused = True
-                    channel.pause()
+                    await self._stand()
             except BaseException:
                 shutil.rmtree(images, ignore_errors=True)
+                await self._around.copies.drop(layers)
                 raise
-            return images
+            return images, root
+
+    async def _save(self, images: Path) -> None:
+        try:
+            await self._tell("checkpoint", f"--image-path={images}", "--leave-running", "--compression=none")
+        except SandboxError as error:
+            if (found := DELETED.search(error.message)) is None:
+                raise
+            raise SnapshotError(
+                f"a process of the box holds /{found[1]}, which was deleted: gVisor keeps no such file",
+                hint="close it, or take a snapshot of the files",
+            ) from error
+
+    async def _copy(self) -> Layer:
+        """What it wrote. It stands still."""
+        target = self._around.folder / f"files-{os.urandom(6).hex()}"
+        try:
+            return await self._around.copies.make(self.upper, target)
+        except OSError as error:
+            self._alive()
+            raise SnapshotError(f"its files could not be copied: {error}", hint="is there memory for them?") from error
+
+    @contextlib.asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """It stands, and goes on as it was."""
+        was_paused = self._paused
+        await self._stand()
+        try:
+            yield
+        finally:
+            if not was_paused and not self.gone.done():
+                await self._go()
+
+    async def _stand(self) -> None:
+        channel = self._alive()
+        if not self._paused:
+            await self._tell("pause")
+            self._paused = True
+            channel.pause()
 
     async def _go(self) -> None:
         if self._paused:

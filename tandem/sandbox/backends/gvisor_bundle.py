@@ -1,6 +1,6 @@
-"""The OCI bundle of a gVisor box: its root folder and its ``config.json``.
+"""The OCI bundle of a gVisor box: its ``config.json``.
 
-Owns: what of the host a box sees: the host template's trees, read-only; all else is private and in the box's memory.
+Owns: what of the host a box sees: its root, the host template's trees, read-only, and the program that is its agent.
 The box's user has no powers; those of its agent are the few that it hands commands out with.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 from tandem.core.boxes import SandboxSpec
-from tandem.sandbox.backends.template import WORK_ID, Step, Template
+from tandem.sandbox.backends.template import WORK_ID, Template
 
 PROGRAM = ".tandem-agent"
 POWERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "SETFCAP",
@@ -20,36 +19,12 @@ POWERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID
 THE_KERNELS = ("dev", "proc")  # gVisor makes its own
 
 
-def make_root(folder: Path, template: Template, program: Path) -> None:
-    """The files that all boxes start from; a box's own writes stay in its memory."""
-    folder.mkdir(mode=0o755)
-    for step in _steps(template):
-        place = folder / step.path
-        match step.kind:
-            case "d" | "h":
-                place.mkdir(parents=True, exist_ok=True)
-                place.chmod(step.mode)
-                if step.kind == "h":
-                    os.chown(place, WORK_ID, WORK_ID)
-            case "f":
-                place.write_bytes(step.argument)
-                place.chmod(step.mode)
-            case "l":
-                place.symlink_to(os.fsdecode(step.argument))
-            case "b" if Path(os.fsdecode(step.argument)).is_dir():
-                place.mkdir(parents=True, exist_ok=True)
-            case "b":
-                place.touch()
-    shutil.copyfile(program, folder / PROGRAM)
-    (folder / PROGRAM).chmod(0o755)
-
-
-def write_config(bundle: Path, root: Path, template: Template, spec: SandboxSpec) -> None:
+def write_config(bundle: Path, root: Path, template: Template, spec: SandboxSpec, agent: Path) -> None:
+    trees = [(step.path, os.fsdecode(step.argument)) for step in template.steps if step.kind == "b"]
     binds = [
-        {"destination": f"/{step.path}", "type": "bind", "source": os.fsdecode(step.argument),
-         "options": ["bind", "ro", "nosuid", "nodev"]}
-        for step in _steps(template) if step.kind == "b"
-    ]  # fmt: skip
+        {"destination": f"/{path}", "type": "bind", "source": source, "options": ["bind", "ro", "nosuid", "nodev"]}
+        for path, source in (*trees, (PROGRAM, str(agent)))
+    ]
     powers = [f"CAP_{name}" for name in POWERS]
     config = {
         "ociVersion": "1.0.2",
@@ -69,6 +44,3 @@ def write_config(bundle: Path, root: Path, template: Template, spec: SandboxSpec
     bundle.mkdir(parents=True)
     (bundle / "config.json").write_text(json.dumps(config))
 
-
-def _steps(template: Template) -> list[Step]:
-    return [step for step in template.steps if step.path.split("/")[0] not in THE_KERNELS]

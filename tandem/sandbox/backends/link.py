@@ -1,7 +1,8 @@
 """A stream socket of one box on the event loop, with the sockets that come along with its bytes.
 
 Owns: the socket, what is not yet written, and received descriptors until they are taken. asyncio's own transports
-read no descriptors. Invariant: a descriptor is here before the frame that names it is told.
+read no descriptors. Refuses: more descriptors than frames ask for. Invariant: a descriptor is here before the frame
+that names it is told.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import asyncio
 import contextlib
 import os
 import socket
+from array import array
 from collections import deque
 from collections.abc import Callable
 
-READ_BYTES = 256 * 1024
-MAX_RIGHTS = 8
+FEW_BYTES, MANY_BYTES = 4 * 1024, 256 * 1024  # most reads find one small frame
+RIGHTS_BYTES = socket.CMSG_SPACE(8 * array("i").itemsize)  # at once
+MAX_WAITING = 128  # that no frame has named yet
 
 
 class Link:
@@ -28,6 +31,7 @@ class Link:
         self._unsent = bytearray()
         self._held: bytearray | None = None
         self._rights: deque[int] = deque()
+        self._most = FEW_BYTES
         self._open = True
         self._loop.add_reader(sock.fileno(), self._read)
 
@@ -56,10 +60,15 @@ class Link:
             self.write(bytes(held))
 
     def take(self) -> socket.socket:
-        """The oldest socket received. Raises LookupError when there is none."""
+        """The oldest socket received. Raises LookupError when there is none, or when it is none."""
         if not self._rights:
             raise LookupError("a frame names a socket that did not come")
-        return socket.socket(fileno=self._rights.popleft())
+        descriptor = self._rights.popleft()
+        try:
+            return socket.socket(fileno=descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise LookupError(f"what came for a socket is none: {error.strerror}") from error
 
     def abort(self) -> None:
         """Idempotent."""
@@ -87,14 +96,19 @@ class Link:
 
     def _read(self) -> None:
         try:
-            data, rights, _, _ = socket.recv_fds(self._sock, READ_BYTES, MAX_RIGHTS)
+            data, ancillary, _, _ = self._sock.recvmsg(self._most, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             self.abort()
             return
-        self._rights.extend(rights)
-        if not data:
+        for level, kind, packed in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                rights = array("i")
+                rights.frombytes(packed[: len(packed) - len(packed) % rights.itemsize])
+                self._rights.extend(rights)
+        self._most = MANY_BYTES if len(data) == self._most else FEW_BYTES
+        if not data or len(self._rights) > MAX_WAITING:
             self.abort()
             return
         self._received(data)

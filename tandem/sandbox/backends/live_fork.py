@@ -4,12 +4,14 @@ The one long-lived command of a box (an interpreter or a shell that waits for in
 keeper makes it call ``clone``, in the way of a debugger, and gives the copy a box of its own (``native/branch.c``).
 Variables, functions and memory survive, shared with the parent until one of them writes. Refused, each with its
 reason: a command that works at the moment, has threads or children, shares memory, or holds files or sockets; a second
-command in the box. A copy knows nothing of it: the state of its random generators is its parent's, too.
+command in the box. A copy knows nothing of it: what its program seeded goes on as in its parent. Only its process
+number differs, by which libraries tell and draw anew (shells remember theirs and keep it).
 
 A copy lives in namespaces below its parent's, for the kernel knows no other place for it. So it ends when the parent's
 agent dies; when the parent is killed, only its agent stays, stopped, until the last copy is gone. And code of the
-parent, whose user owns those namespaces, has all powers over its copies, as a process over its forks; copies cannot see
-the parent or each other. A parent that must not touch them is paused or killed.
+parent, whose user owns those namespaces, has all powers over the commands of its copies, as a process over its forks
+(not over their agents, whose program it cannot read); copies cannot see the parent or each other. A parent that must
+not touch them is paused or killed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from tandem.core.errors import SandboxUnavailable
+from tandem.sandbox.backend import CallKind
 from tandem.sandbox.backends.keeper import Keeper, NotIdle, Pushed
 from tandem.sandbox.backends.process import NamespaceProcess
 
@@ -60,6 +63,7 @@ def live_fork_works() -> bool:
 
 def only_process(running: Sequence[NamespaceProcess]) -> NamespaceProcess:
     """The command that a live fork copies. Raises SandboxUnavailable: none, or several."""
+    running = [process for process in running if process.start.kind is CallKind.RUN]
     if not running:
         raise SandboxUnavailable(
             "no live fork: no long-lived command runs in it", hint="start an interpreter or a shell with stdin first"

@@ -28,11 +28,11 @@ from tandem.sandbox.backends.build import program
 from tandem.sandbox.backends.cgroups import SPARE_PIDS, Cgroups, sweep
 from tandem.sandbox.backends.channel import Channel
 from tandem.sandbox.backends.frames import create_message, milliseconds, pack_steps
-from tandem.sandbox.backends.freezer import has_swap
 from tandem.sandbox.backends.keeper import Keeper
 from tandem.sandbox.backends.live_fork import live_fork_works
 from tandem.sandbox.backends.mounts import MountChoice, Mounts, read_found
 from tandem.sandbox.backends.namespace_box import NamespaceBox
+from tandem.sandbox.backends.paging import has_swap
 from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.backends.template import WORK_ID, Template, host_template, image_template
 from tandem.sandbox.network.names import Names
@@ -40,6 +40,7 @@ from tandem.sandbox.network.names import Names
 IDS_A_BOX = 65536
 FIRST_ID = 0x10000000
 NUM_RANGES = 4096
+RANGES_APART = 1237  # odd, so that keepers with numbers in a row begin far from each other
 GRACE_S = 600
 LAST_CALL = 0xFFFFFFFF
 START_TIMEOUT_S = 10.0  # of the keeper, with its look at what the kernel mounts
@@ -87,7 +88,7 @@ class NamespaceBackend:
     def abilities(self) -> frozenset[Ability]:
         found = {
             Ability.PAUSE, Ability.PROCESSES, Ability.TERMINAL, Ability.PORTS, Ability.SNAPSHOT, Ability.IMAGES,
-            Ability.USAGE, Ability.NETWORK,
+            Ability.USAGE, Ability.NETWORK, Ability.FILE_STREAMS,
         }
         if has_swap():
             found.add(Ability.COLD_PAUSE)
@@ -120,7 +121,8 @@ class NamespaceBackend:
         number = self._next
         self._next += 1
         environment = {**template.environment, **root.environment, **spec.environment}
-        first = FIRST_ID + number % NUM_RANGES * IDS_A_BOX
+        # Servers on one machine begin apart: the kernel counts some things (inotify's instances) by user, over all.
+        first = FIRST_ID + (keeper.pid * RANGES_APART + number) % NUM_RANGES * IDS_A_BOX
         return await self._make(Plan(number, spec, root, environment, steps, first), keeper, timeout_s)
 
     async def branch(

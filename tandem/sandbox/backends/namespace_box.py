@@ -30,6 +30,7 @@ from tandem.sandbox.backends.live_fork import only_process, stand_still
 from tandem.sandbox.backends.merge import MERGE_AT, merge_layers
 from tandem.sandbox.backends.process import NamespaceProcess
 from tandem.sandbox.network.attempts import Tell
+from tandem.sandbox.network.budget import Budget
 from tandem.sandbox.network.gate import ENVIRONMENT, NAME_PORT, PROXY_PORT, Gate
 from tandem.sandbox.network.names import Names
 from tandem.sandbox.network.policy import Policy
@@ -87,6 +88,10 @@ class NamespaceBox:
         return self._number
 
     @property
+    def root(self) -> Root:
+        return self._root
+
+    @property
     def carried_start(self) -> Start | None:
         return None if self.carried is None else self.carried.start
 
@@ -127,7 +132,7 @@ class NamespaceBox:
             except OSError as error:  # the box may have no IPv6
                 raise refused from error
 
-    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
+    async def set_network(self, policy: NetworkPolicy, tell: Tell, budget: Budget | None = None) -> None:
         """What it forbids is cut at once; the proxy of a paused box is there from its resume on."""
         async with self._moving:
             channel = self._alive()
@@ -138,8 +143,8 @@ class NamespaceBox:
                 self._shut_gate()
                 return
             if self._gate is None:
-                self._gate = Gate(parsed, self._around.names, tell, lambda: self.paused)
-            channel.network_environment = ENVIRONMENT
+                self._gate = Gate(parsed, self._around.names, tell, lambda: self.paused, budget)
+            channel.set_network_environment(ENVIRONMENT)
             if not self.paused:
                 try:
                     await self._open_gate()
@@ -168,7 +173,7 @@ class NamespaceBox:
             self._gate.close()
             self._gate = None
         if self.channel is not None:
-            self.channel.network_environment = {}
+            self.channel.set_network_environment({})
 
     async def usage(self) -> Usage:
         """Files count as memory, too. What neither a control group of ours nor /proc tells is None."""

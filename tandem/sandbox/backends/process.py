@@ -20,6 +20,7 @@ from tandem.sandbox.backend import Outcome, Piece, Start, Terminal
 from tandem.sandbox.backends.frames import STDIN_WINDOW, Frame, frame
 
 KEPT_BYTES = 4 * 2**20
+PIECE_BYTES = 160  # what a piece costs beside its data: a command that writes byte by byte must not fill our memory
 SIGNALS = range(1, 65)
 
 
@@ -40,6 +41,7 @@ class NamespaceProcess:
         self._pieces: deque[Piece] = deque()
         self._first = 0  # the number of the oldest kept piece
         self._kept = 0
+        self._cost = 0
         self._dropped = 0
         self._news = asyncio.Event()
         self._window = STDIN_WINDOW
@@ -64,12 +66,16 @@ class NamespaceProcess:
             self.started.set_result(None)
 
     def on_output(self, stream: str, data: bytes) -> None:
+        if not data:
+            return
         self._pieces.append(Piece("pty" if self._start.terminal is not None else stream, data))
         self._kept += len(data)
-        while self._kept > KEPT_BYTES:
+        self._cost += len(data) + PIECE_BYTES
+        while self._cost > KEPT_BYTES:
             lost = len(self._pieces.popleft().data)
             self._first += 1
             self._kept -= lost
+            self._cost -= lost + PIECE_BYTES
             self._dropped += lost
         self._tell()
 

@@ -27,6 +27,7 @@ from tandem.sandbox.backends.remote_files import script_of
 from tandem.sandbox.backends.remote_frozen import Forget, RemoteFrozen
 from tandem.sandbox.backends.remote_process import RemoteProcess
 from tandem.sandbox.network.attempts import Tell
+from tandem.sandbox.network.budget import Budget
 
 KILL_TIMEOUT_S = 15.0
 STDIN_PART = 64 * 1024
@@ -109,6 +110,8 @@ class RemoteBox:
         self._require()
         if start.terminal is not None:
             raise refuse("remote", Ability.TERMINAL)
+        if start.kind is not CallKind.RUN:
+            raise refuse("remote", Ability.FILE_STREAMS)
         line = shlex.join(start.arguments)
         await self._look_up(start)
         process = RemoteProcess(start, lambda: SandboxGone(f"box {self.id} is gone", hint="create a new one"))
@@ -161,7 +164,7 @@ class RemoteBox:
     async def fork(self, specs: Sequence[SandboxSpec], *, timeout_s: float) -> list[Box | Exception]:
         raise refuse("remote", Ability.LIVE_FORK)
 
-    async def set_network(self, policy: NetworkPolicy, tell: Tell) -> None:
+    async def set_network(self, policy: NetworkPolicy, tell: Tell, budget: Budget | None = None) -> None:
         self._require()
         if not policy.none:
             raise refuse("remote", Ability.NETWORK)

@@ -21,7 +21,7 @@ ETC_BINDS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "local
              "services", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "java", "perl", "R")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 HIDDEN = ("kcore", "keys", "timer_list", "sched_debug", "kmsg", "kallsyms", "kpagecount", "kpageflags",
-          "sysrq-trigger", "latency_stats")
+          "sysrq-trigger", "latency_stats", "cmdline", "interrupts")
 READ_ONLY = ("sys", "irq", "bus", "fs")
 
 

@@ -23,7 +23,7 @@ from tandem.sandbox.backend import Layer, SandboxBackend
 from tandem.sandbox.images import copying
 from tandem.sandbox.images.copying import Context, Owner
 from tandem.sandbox.images.dockerfile import Dockerfile, Document, Instruction
-from tandem.sandbox.images.runner import box_user, run_step
+from tandem.sandbox.images.runner import run_step
 from tandem.sandbox.images.stage import Stage, bare, expand_lines, number_of, platform_arguments, with_documents
 from tandem.sandbox.images.store import LayerStore
 from tandem.sandbox.images.templates import TemplateIndex
@@ -211,7 +211,6 @@ class Builder:
                 raise ConfigError(f"--mount={mount}: only caches are known", hint="COPY what the command needs")
             self._say(f"--mount={mount} has no effect: the step's own layer is what is cached")
         user = item.flags.get("user", [stage.config.user])[0]
-        box_user(user)
         if item.words is not None:
             arguments = list(item.words)
         elif item.documents:

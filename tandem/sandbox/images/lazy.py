@@ -40,7 +40,10 @@ READERS, BACKGROUND = 8, 2  # threads
 START_TIMEOUT_S = 20.0
 FILL_TIMEOUT_S = 24 * 3600.0
 HOLDER_LOOKS_S = 1.0
-YIELD_S = 1.0  # how long the background steps back for one reader
+YIELD_S = 1.0  # how long the background steps back for readers, at most
+PAUSE_S = 0.1  # who starts a program reads, computes and reads again: the background waits for a gap of this length
+# Without the command line of httpx, which brings libraries of terminals along: a third of the time to start.
+PROGRAM = "import sys; sys.modules['httpx._main'] = None; from tandem.sandbox.images.lazy import main; main()"
 READY, DONE = b"ready\n", b"d"
 
 
@@ -62,7 +65,7 @@ def start_worker(job: Job, folder: Path) -> None:
         SandboxError: it ended. SandboxTimeout: it is not ready in time.
     """
     worker = subprocess.Popen(
-        [sys.executable, "-m", "tandem.sandbox.images.lazy"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, start_new_session=True, cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
@@ -92,6 +95,7 @@ class Filler:
         self._coming: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._num_reading = 0
+        self._read_last = time.monotonic()  # whoever asked for the layer begins to read soon
         self._idle = threading.Event()  # nobody waits for a chunk
         self._idle.set()
         self.count = -(-job.layer.size // CHUNK_BYTES)
@@ -130,12 +134,20 @@ class Filler:
         finally:
             with self._lock:
                 self._num_reading -= 1
+                self._read_last = time.monotonic()
                 if not self._num_reading:
                     self._idle.set()
 
     def fill(self, chunk: int) -> str:
         """A chunk that nobody waits for, after those that somebody does; what was wrong ('' for nothing)."""
-        self._idle.wait(YIELD_S)
+        deadline = time.monotonic() + YIELD_S
+        while (now := time.monotonic()) < deadline:
+            if not self._idle.wait(deadline - now):
+                break
+            rest = self._read_last + PAUSE_S - time.monotonic()
+            if rest <= 0:
+                break
+            time.sleep(rest)
         try:
             self.ensure(chunk)
         except (TandemError, OSError) as error:
@@ -243,6 +255,3 @@ def main() -> None:
     os.write(ours, DONE)
     os._exit(0)  # the thread that listens waits for ever
 
-
-if __name__ == "__main__":
-    main()

@@ -32,6 +32,7 @@ from tandem.sandbox.images.stage import Stage
 from tandem.sandbox.images.steps import Step, read_steps
 from tandem.sandbox.images.store import Hold, LayerStore
 from tandem.sandbox.images.templates import HOST, Listed, Template, TemplateIndex, split_name
+from tandem.sandbox.starting import Starting
 
 Say = Callable[[str], None]
 MAX_BYTES = 50 * 2**30
@@ -45,6 +46,10 @@ class Lease:
     template: Template
     root: Root
     hold: Hold
+
+    @property
+    def starting(self) -> Starting:
+        return Starting(self.template.start_command, self.template.ready_command)
 
     def release(self) -> None:
         self.hold.release()
@@ -68,6 +73,7 @@ class BuildRequest:
     step_timeout_s: float = 1800.0
     start_command: str = ""
     ready_command: str = ""
+    warm: Sequence[str] = ()
 
 
 class ImageLibrary:
@@ -87,7 +93,7 @@ class ImageLibrary:
         self.index = TemplateIndex(self.folder / "index.sqlite")
         self._allow = allow
         self._credentials = credentials
-        self._held: dict[str, Lease] = {}
+        self._doomed: set[str] = set()  # of names that were taken away while boxes used them
 
     async def pull(
         self, image: str, *, name: str = "", platform: str = "", lazily: bool = True, on_line: Say | None = None
@@ -129,6 +135,9 @@ class ImageLibrary:
         for name in request.names:
             split_name(name)
         say = on_line or (lambda line: None)
+        for module in request.warm:
+            if not all(part.isidentifier() for part in module.split(".")):
+                raise ConfigError(f"warm: {module[:60]!r} is no name of a Python module", hint="as numpy.linalg")
         files: Mapping[int, Path] = {}
         if request.file:
             file: Dockerfile = parse(request.file)
@@ -147,8 +156,8 @@ class ImageLibrary:
             template = Template(
                 build_id=build_id or uuid.uuid4().hex, layers=[layer.digest for layer in stage.layers],
                 host_base=stage.host_base, config=stage.config, start_command=request.start_command,
-                ready_command=request.ready_command, source="steps" if not request.file else "Dockerfile",
-                created_s=time.time(),
+                ready_command=request.ready_command, warm=list(request.warm),
+                source="steps" if not request.file else "Dockerfile", created_s=time.time(),
             )
             await asyncio.to_thread(self.index.put, template, *request.names)
         await asyncio.to_thread(self.evict)
@@ -164,15 +173,18 @@ class ImageLibrary:
         hold = self.store.hold(template.layers)
         return Lease(template, root_of(template, hold.layers), hold)
 
-    async def root(self, name: str) -> Root | None:
-        """As the manager asks: None is the backend's own template. Held until ``close``."""
-        if name == HOST:
-            return None
-        lease = await asyncio.to_thread(self.lease, name)
-        before = self._held.setdefault(lease.template.build_id, lease)
-        if before is not lease:
-            lease.release()
-        return before.root
+    async def lend(self, name: str) -> Lease | None:
+        """As the manager asks: None is the backend's own template."""
+        return None if name == HOST else await asyncio.to_thread(self.lease, name)
+
+    async def tidy(self) -> None:
+        """Some layer is used no more: take what went over the bound, and what lost its name, while it was in use."""
+        await asyncio.to_thread(self._tidy)
+
+    def _tidy(self) -> None:
+        needed = self.index.layers()
+        self._doomed = {digest for digest in self._doomed if digest not in needed and not self.store.remove(digest)}
+        self.evict()
 
     def list(self) -> list[Listed]:
         return self.index.list()
@@ -189,9 +201,11 @@ class ImageLibrary:
 
     def remove(self, name: str) -> bool:
         """Take a name away; layers that nothing needs and nobody uses go with it."""
+        before = self.index.layers()
         gone = self.index.remove(name)
         if gone:
             self.evict(unneeded=True)
+            self._doomed |= before - self.index.layers()
         return gone
 
     def evict(self, *, unneeded: bool = False) -> None:
@@ -206,13 +220,9 @@ class ImageLibrary:
                 for digest in item.template.layers
             }  # fmt: skip
             own = [digest for digest in template.layers if digest not in others]
-            if own and all([self.store.remove(digest) for digest in own]):
+            # One that shares all its layers frees nothing itself, but its going lets the next one free them.
+            if self.store.remove_all(own) if own else not self.store.in_use(template.layers):
                 self.index.remove_build(template.build_id)
-
-    def close(self) -> None:
-        """Let go of all that ``root`` holds."""
-        while self._held:
-            self._held.popitem()[1].release()
 
     async def export(self, name: str, folder: Path, *, tag: str = "latest") -> None:
         """Write a template as an OCI layout whose layers another machine can load lazily from a registry.

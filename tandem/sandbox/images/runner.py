@@ -20,11 +20,10 @@ from tandem.sandbox.backend import Box, Layer, Root, SandboxBackend, Start
 from tandem.sandbox.images.layer_tar import layer_to_tar
 from tandem.sandbox.images.store import LayerStore
 from tandem.sandbox.images.view import open_layer
+from tandem.sandbox.users import AGENTS, ROOTS, NoSuchUser, as_user
 
 KEPT_LINES = 30
 CREATE_TIMEOUT_S = 30.0
-ROOT_NAMES = ("", "root", "0", "0:0", "root:root")
-AGENT_NAMES = ("agent", "1000", "1000:1000")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -49,6 +48,9 @@ async def run_step(
     for ability in (Ability.IMAGES, Ability.PROCESSES, Ability.SNAPSHOT):
         if ability not in backend.abilities:
             raise refuse(backend.name, ability)
+    if user not in ("", *ROOTS, *AGENTS) and Ability.FILE_STREAMS not in backend.abilities:
+        what = f"RUN as user {user!r}: boxes of the {backend.name} backend run commands as root or as agent (1000)"
+        raise BuildFailed(what, hint="write USER root before RUN")
     box = await backend.create(spec, root=root, timeout_s=CREATE_TIMEOUT_S)
     try:
         await _run(box, arguments, environment=environment, user=user, folder=root.folder, timeout_s=timeout_s, say=say)
@@ -69,14 +71,15 @@ async def _run(
     box: Box, arguments: Sequence[str], *, environment: Mapping[str, str], user: str, folder: str, timeout_s: float,
     say: Callable[[str], None],
 ) -> None:
-    home = "/root" if box_user(user) == "root" else "/home/agent"
     start = Start(
-        arguments=arguments, folder=folder or "/", environment={"PATH": SYSTEM_PATH, "HOME": home, **environment},
-        user=box_user(user), timeout_s=timeout_s,
+        arguments=arguments, folder=folder or "/", environment={"PATH": SYSTEM_PATH, **environment},
+        user=user or "root", timeout_s=timeout_s,
     )
     what = " ".join(arguments)[:200]
     try:
-        process = await box.start(start)
+        process = await box.start(await as_user(box.start, start))
+    except NoSuchUser as error:
+        raise BuildFailed(f"RUN as user {user!r}: {error.message}", hint="make it first: RUN useradd ...") from error
     except OSError as error:
         raise BuildFailed(f"{what!r} cannot be started: {error}", hint="has the image a shell?") from error
     last: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
@@ -95,17 +98,6 @@ async def _run(
     if outcome.code != 0:
         tail = "\n".join(last)
         raise BuildFailed(f"{what!r} ended with code {outcome.code}:\n{tail}")
-
-
-def box_user(user: str) -> str:
-    """The box's user for a Dockerfile's USER. Raises BuildFailed for one that a box has not."""
-    if user in ROOT_NAMES:
-        return "root"
-    if user in AGENT_NAMES:
-        return "agent"
-    raise BuildFailed(
-        f"RUN as user {user!r}: a box runs commands as root or as agent (1000)", hint="write USER root before RUN"
-    )
 
 
 def _keep(store: LayerStore, new: Sequence[Layer], scratch: Path) -> list[Layer]:

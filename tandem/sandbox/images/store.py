@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -33,6 +34,7 @@ UNPACKED = "-files"  # of a folder's name
 UNSETTLED = "boot"  # names the boot in which a layer was written, until it is safe on disk
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 FILLING = "filling"  # locked by the worker of a layer that is not whole
+PLACE = re.compile(rf"[a-z0-9]+-[0-9a-f]{{64,}}({UNPACKED})?")  # a layer's folder
 TAR, INDEX, FILES = "layer.tar", "index.erofs", "files"
 WRITES_WAITING = 8
 
@@ -150,7 +152,7 @@ class LayerStore:
         layers: list[Layer] = []
         try:
             for digest in digests:
-                descriptors.append(self._hold(digest))
+                descriptors.append(lock_layer(self._place(digest)))
                 found = self.find(digest)
                 assert found is not None
                 layers.append(found)
@@ -191,6 +193,36 @@ class LayerStore:
         """Whether a layer went; one in use stays."""
         return self._remove(self._place(digest))
 
+    def remove_all(self, digests: Sequence[str]) -> bool:
+        """Whether they went: all of them, or none as one is in use. Those that are not here are no hindrance."""
+        with self._alone(digests) as alone:
+            for digest in digests if alone else ():
+                self._move_away(self._place(digest))
+            return alone
+
+    def in_use(self, digests: Sequence[str]) -> bool:
+        """Whether anybody holds one of them."""
+        with self._alone(digests) as alone:
+            return not alone
+
+    @contextmanager
+    def _alone(self, digests: Sequence[str]) -> Iterator[bool]:
+        """Whether nobody else holds them; then nobody can inside."""
+        locks: list[int] = []
+        try:
+            try:
+                for digest in digests:
+                    with suppress(FileNotFoundError):
+                        locks.append(os.open(self._place(digest), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                        fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                alone = False
+            yield alone
+        finally:
+            for lock in locks:
+                os.close(lock)
+
     def size(self, digest: str) -> int:
         """Bytes on disk."""
         return _size(self._place(digest))
@@ -225,21 +257,6 @@ class LayerStore:
             unpack(tree.root, data, scratch / FILES)
             (scratch / TAR).unlink()
 
-    def _hold(self, digest: str) -> int:
-        folder = self._place(digest)
-        while True:
-            try:
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError as error:
-                raise SandboxError(
-                    f"layer {digest} is not here any more", hint="pull or build the image again"
-                ) from error
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            with suppress(FileNotFoundError):
-                if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
-                    return descriptor
-            os.close(descriptor)  # evicted between the two; perhaps it came back
-
     def _remove(self, folder: Path) -> bool:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -247,14 +264,46 @@ class LayerStore:
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            doomed = Path(tempfile.mkdtemp(prefix=".old-", dir=self._layers))
-            folder.rename(doomed / "layer")
-        except (BlockingIOError, FileNotFoundError):
+            return self._move_away(folder)
+        except BlockingIOError:
             return False
         finally:
             os.close(descriptor)
-        shutil.rmtree(doomed, ignore_errors=True)
-        return True
+
+    def _move_away(self, folder: Path) -> bool:
+        """Of a folder that is locked; whether it was there."""
+        doomed = Path(tempfile.mkdtemp(prefix=".old-", dir=self._layers))
+        try:
+            folder.rename(doomed / "layer")
+            return True
+        except FileNotFoundError:
+            return False
+        finally:
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def place_of(path: Path) -> Path | None:
+    """The folder of the layer that a file or folder is part of; None: it is of no layer of a store."""
+    return path.parent if PLACE.fullmatch(path.parent.name) else None
+
+
+def lock_layer(folder: Path) -> int:
+    """A descriptor that holds a layer until it is closed.
+
+    Raises:
+        SandboxError: it is not here.
+    """
+    while True:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            digest = folder.name.removesuffix(UNPACKED).replace("-", ":", 1)
+            raise SandboxError(f"layer {digest} is not here any more", hint="pull or build the image again") from error
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):
+            if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)  # evicted between the two; perhaps it came back
 
 
 def _receive(target: Path, pieces: Iterable[bytes], *, algorithm: str = "sha256") -> str:

@@ -32,7 +32,8 @@ CREATE TABLE IF NOT EXISTS steps (key TEXT PRIMARY KEY, layer TEXT NOT NULL, use
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
     """What a box starts from. ``layers`` are digests, lowest first; ``start_command`` runs when a box is made and
-    ``ready_command`` says by its success when that is done (both '' for none)."""
+    ``ready_command`` says by its success when that is done (both '' for none). ``warm`` are Python modules that the
+    interpreter of a server's box has imported when the box is there; its live forks share them."""
 
     build_id: str
     layers: list[str] = []
@@ -40,6 +41,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     config: ImageConfig = ImageConfig()
     start_command: str = ""
     ready_command: str = ""
+    warm: list[str] = []
     source: str = ""
     created_s: float = 0.0
 

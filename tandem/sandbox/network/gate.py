@@ -13,6 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from tandem.sandbox.network.attempts import Attempts, Bucket, Tell
+from tandem.sandbox.network.budget import Budget
 from tandem.sandbox.network.names import Names
 from tandem.sandbox.network.outlet import Outlet
 from tandem.sandbox.network.policy import Policy
@@ -36,9 +37,11 @@ Listen = Callable[[int, bool], Awaitable[socket.socket]]
 class Gate:
     """``still`` says that the box is paused."""
 
-    def __init__(self, policy: Policy, names: Names, tell: Tell, still: Callable[[], bool]) -> None:
+    def __init__(
+        self, policy: Policy, names: Names, tell: Tell, still: Callable[[], bool], budget: Budget | None = None
+    ) -> None:
         self._attempts = Attempts(tell)
-        self._outlet = Outlet(policy, names, self._attempts)
+        self._outlet = Outlet(policy, names, self._attempts, budget or Budget())
         self._still = still
         self._calls: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()

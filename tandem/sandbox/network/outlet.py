@@ -1,7 +1,7 @@
 """A box's way out: from a target that its proxy was asked for to a connection, or to the reason why there is none.
 
-Owns: the one look-up of a name, the choice among its addresses, what the box was told of names, and the count of its
-bytes. Invariant: what is connected to is an address that was judged, never a name that could mean another one by then.
+Owns: the one look-up of a name, the choice among its addresses, and what the box was told of names. Invariant: what is
+connected to is an address that was judged, never a name that could mean another one by then.
 """
 
 from __future__ import annotations
@@ -12,20 +12,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tandem.sandbox.network.attempts import Attempts
+from tandem.sandbox.network.budget import Budget
 from tandem.sandbox.network.names import Names, NoAddress
 from tandem.sandbox.network.policy import Policy, Verdict
+from tandem.sandbox.network.refusal import Refused, Unreachable
 from tandem.sandbox.network.rules import Address, plain_address, plain_name
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_TOLD = 1024
-
-
-class Refused(Exception):
-    """The policy says no."""
-
-
-class Unreachable(Exception):
-    """The policy says yes, the network no."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,13 +35,13 @@ class Line:
 
 
 class Outlet:
-    """Of one box. ``policy`` may be replaced at any time."""
+    """Of one box. ``policy`` may be replaced at any time; ``budget`` is the box's own."""
 
-    def __init__(self, policy: Policy, names: Names, attempts: Attempts) -> None:
+    def __init__(self, policy: Policy, names: Names, attempts: Attempts, budget: Budget) -> None:
         self.policy = policy
         self.attempts = attempts
         self.lines: set[Line] = set()
-        self.num_bytes = 0
+        self.budget = budget
         self._names = names
         self._told: OrderedDict[Address, str] = OrderedDict()
 
@@ -60,7 +54,7 @@ class Outlet:
         target = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         try:
             line, why = await self.judge(host, port, target)
-            if self.num_bytes >= self.policy.limits.total_bytes:
+            if self.budget.used >= self.policy.limits.total_bytes:
                 raise Refused(f"it has had its {self.policy.limits.total_bytes} bytes")
         except (Refused, Unreachable) as error:
             self.attempts.note(target, allowed=isinstance(error, Unreachable), why=str(error))

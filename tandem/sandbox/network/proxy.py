@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import h11
 
 from tandem.core.errors import TandemError
-from tandem.sandbox.network.outlet import Line, Outlet, Refused, Unreachable
+from tandem.sandbox.network.outlet import Line, Outlet
+from tandem.sandbox.network.refusal import Refused, Unreachable
 from tandem.sandbox.network.tunnel import CHUNK, Meter, checked, pump, together
 
 HEAD_TIMEOUT_S = 15.0

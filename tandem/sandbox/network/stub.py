@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from tandem.sandbox.network.attempts import Bucket
-from tandem.sandbox.network.outlet import Outlet, Refused, Unreachable
+from tandem.sandbox.network.outlet import Outlet
+from tandem.sandbox.network.refusal import Refused, Unreachable
 from tandem.sandbox.network.rules import Address
 
 HEAD = struct.Struct(">HHHHHH")

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tandem.sandbox.network.hello import HANDSHAKE, MAX_HELLO, NoHello, NotYet, server_name
-from tandem.sandbox.network.outlet import Line, Outlet, Refused
+from tandem.sandbox.network.outlet import Line, Outlet
+from tandem.sandbox.network.refusal import Refused
 from tandem.sandbox.network.rules import plain_name
 
 IDLE_S = 300.0
@@ -35,10 +36,7 @@ class Meter:
     def count(self, data: bytes) -> None:
         """Raises Refused: no more may pass."""
         self._last = asyncio.get_running_loop().time()
-        self._outlet.num_bytes += len(data)
-        limit = self._outlet.policy.limits.total_bytes
-        if self._outlet.num_bytes > limit:
-            raise Refused(f"it has had its {limit} bytes")
+        self._outlet.budget.count(len(data), self._outlet.policy.limits.total_bytes)
 
     async def watch(self) -> None:
         """Ends when nothing passed for too long."""

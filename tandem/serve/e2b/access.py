@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from tandem.serve.e2b.faults import Fault
 
@@ -49,6 +50,28 @@ class Access:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if not _among(given, self._keys):
             raise Fault(401, "no valid API key: send it as X-API-Key")
+
+    def without_keys(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """For code in a box: a client that sends its API key to a port of a box does not give it away."""
+        return [
+            (name, value) for name, value in headers
+            if name not in (b"x-api-key", b"authorization")
+            or not _among(value.decode("latin-1").removeprefix("Bearer "), self._keys)
+        ]  # fmt: skip
+
+    def name_of(self, key: str) -> str:
+        """What a key is called in logs: the same for the life of the server's secret, and no help in guessing it."""
+        return f"key {self._token('name', key)[:8]}"
+
+    def actor(self, scope: Scope) -> str:
+        """Who a request is from, for the audit log: what it showed (a key of ours, by its name; else a token or a
+        signature) and its client's address. Of a request that was let in."""
+        headers = Headers(scope=scope)
+        shown = [headers.get("x-api-key"), headers.get("authorization", "").removeprefix("Bearer "),
+                 headers.get("x-access-token")]  # fmt: skip
+        keys = [key for key in shown if key and _among(key, self._keys)]
+        client = scope.get("client")
+        return f"{self.name_of(keys[0]) if keys else 'token'} from {client[0] if client else 'nowhere'}"
 
     def box_token(self, sandbox_id: str) -> str:
         """What opens the services of a box (``envdAccessToken``)."""
@@ -91,7 +114,7 @@ class Access:
     def signed(self, sandbox_id: str, given: str, *, path: str, operation: str, user: str, expiration: str) -> bool:
         """Whether the signature is that of this box's token. It may be out of date all the same."""
         made = self.signature(sandbox_id, path, operation, user, expiration)
-        return hmac.compare_digest(made, given)
+        return hmac.compare_digest(made.encode(), given.encode())
 
     def _token(self, purpose: str, sandbox_id: str) -> str:
         return hmac.new(self._secret, f"{purpose}:{sandbox_id}".encode(), hashlib.sha256).hexdigest()
@@ -101,7 +124,7 @@ def check_expiration(expiration: str) -> None:
     """Raises: Fault 401 (out of date), 400 (no number)."""
     if not expiration:
         return
-    if not expiration.isdecimal():
+    if not expiration.isdecimal() or len(expiration) > 20:
         raise Fault(400, f"signature_expiration: {expiration[:20]!r} is no time in seconds")
     if int(expiration) < time.time():
         raise Fault(401, "the signature of this link is out of date")

@@ -34,7 +34,10 @@ from tandem.serve.e2b.routing import ENVD_PORT, INTERPRETER_PORT, Target, target
 from tandem.serve.e2b.template_routes import TemplateRoutes
 
 SERVICES = {"process.Process": processes.service_of, "filesystem.Filesystem": filesystem.service_of}
-AGENTS = {"", "user", "agent"}  # names of the user that commands are run as unless told otherwise
+OWN_PORTS = (ENVD_PORT, INTERPRETER_PORT)  # of every box: we answer there, whatever listens inside
+LOOKS = {"GET", "HEAD"}
+# Calls into a box that change nothing, and what a command is told while it runs: the audit log has its start.
+UNTOLD = {"List", "Connect", "Stat", "ListDir", "GetWatcherEvents", "SendInput", "StreamInput", "CloseStdin", "Update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,8 @@ def make_app(face: Face) -> ASGIApp:
     async def numbers(request: Request) -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
-    routes = [*(_guarded(face, route) for route in (*control.routes(), *face.templates.routes()))]
+    routes = [*(_guarded(face, route) for route in control.routes()),  # the manager tells the audit log of these
+              *(_guarded(face, route, noted=True) for route in face.templates.routes())]  # fmt: skip
     open_routes = [Route("/openapi.json", openapi), Route("/health", health), Route("/metrics", numbers),
                    *face.templates.open_routes()]  # fmt: skip
     plane = Starlette(
@@ -71,12 +75,15 @@ def make_app(face: Face) -> ASGIApp:
     return _Switch(face, metrics.counted(plane))
 
 
-def _guarded(face: Face, route: Route) -> Route:
+def _guarded(face: Face, route: Route, *, noted: bool = False) -> Route:
     endpoint: Callable[[Request], Awaitable[Response]] = route.endpoint
 
     async def answer(request: Request) -> Response:
         try:
             face.access.check_key(request.headers)
+            if noted and request.method not in LOOKS:
+                face.boxes.note(f"{request.method} {route.path}", request.path_params.get("template_id", ""),
+                                actor=face.access.actor(request.scope))  # fmt: skip
             return await endpoint(request)
         except Exception as error:  # the boundary to the client: every error becomes a status and a sentence
             return fault_response(fault_of(error))
@@ -106,19 +113,22 @@ class _Switch:
         headers = Headers(scope=scope)
         try:
             target = target_of(headers) or self._signed_target(scope)
-            if target is None and scope["type"] == "websocket":
-                raise Fault(404, "no WebSocket here: name a box and a port")
-        except Fault as fault:
-            await self._refuse(fault, scope, receive, send)
+            if scope["type"] == "websocket" and (target is None or target.port in OWN_PORTS):
+                raise Fault(404, "no WebSocket here: name a box and a port of a server in it")
+        except Exception as error:  # the boundary to the client
+            await self._refuse(fault_of(error), scope, receive, send)
             return
         if target is None:
             await self._plane(scope, receive, send)
             return
         try:
             entry = self._admit(target, scope, headers)
+            self._note(entry, target, scope)
         except Exception as error:  # the boundary to the client
             await self._refuse(fault_of(error), scope, receive, send)
             return
+        if target.port not in OWN_PORTS:
+            scope = dict(scope, headers=self._face.access.without_keys(scope["headers"]))
         if scope["type"] == "websocket":
             await proxy.pass_websocket(entry, target.port, scope, receive, send)
         elif target.port == ENVD_PORT:
@@ -141,6 +151,15 @@ class _Switch:
         elif scope["path"] != "/health":
             access.check_box(sandbox_id, headers)
         return self._face.boxes.entry(sandbox_id)
+
+    def _note(self, entry: Entry, target: Target, scope: Scope) -> None:
+        """What is done in a box through its services. What passes to its other ports is not ours."""
+        if scope["type"] != "http" or target.port not in OWN_PORTS or scope["method"] in LOOKS:
+            return
+        what = scope["path"].strip("/")
+        if what.partition("/")[2] not in UNTOLD and what != "init":
+            self._face.boxes.note(f"{scope['method']} {what}", entry.id, actor=self._face.access.actor(scope),
+                                  path=_query(scope).get("path", ""))  # fmt: skip
 
     def _known(self, sandbox_id: str):
         try:
@@ -227,16 +246,15 @@ def _query(scope: Scope) -> QueryParams:
 
 
 def _user(request: Request) -> str:
-    """Whom a client wants to be, by Basic authorization or ``username``: ``agent`` or ``root`` of the box."""
+    """Whom a client wants to be, by Basic authorization or ``username``: the box knows whether there is such a user. A
+    signed link is for the user that it names."""
     name = request.query_params.get("username", "")
-    given = request.headers.get("authorization", "")
+    given = "" if "signature" in request.query_params else request.headers.get("authorization", "")
     if given.startswith("Basic "):
         try:
             name = base64.b64decode(given[6:], validate=True).decode().partition(":")[0]
         except (binascii.Error, UnicodeDecodeError):
             raise Fault(400, "the Authorization header is no Basic one") from None
-    if name in AGENTS:
-        return "agent"
-    if name == "root":
-        return "root"
-    raise Fault(401, f"no user {name[:40]!r} in a box: user, agent or root")
+    if "\0" in name or "\n" in name or len(name) > 80:
+        raise Fault(401, f"no user {name[:40]!r} in a box")
+    return name or "agent"

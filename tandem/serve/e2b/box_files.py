@@ -1,7 +1,8 @@
-"""``BoxFiles`` by small programs that run inside the box (``box_program``), so that no path is followed on the host.
+"""``BoxFiles`` by small programs that run inside the box (``box_program``), for backends without file streams.
 
 Owns: one process a verb, as the user that was asked for. The box needs ``python3`` for all but reading and writing as
-its own user, which go through the session. Invariant: what was dropped of a program's output is an error, not a gap.
+its own user, which go through the session; files are held whole. Invariant: what was dropped of a program's output is
+an error, not a gap.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import importlib.resources
 import json
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +22,7 @@ from tandem.serve.e2b.files import FileChange, FileInfo
 
 FILE_S = 60.0
 OWN = "agent"
+MAX_BYTES = 512 * 2**20  # of a file
 PART_BYTES = 65536
 Starter = Callable[[Start], Awaitable[Process]]
 
@@ -32,17 +34,16 @@ class ProgramFiles:
         self._session, self._start, self._can_watch = session, start, can_watch
         self._program = importlib.resources.files("tandem.serve.e2b").joinpath("box_program.py").read_text()
 
-    async def read(self, path: str, *, max_bytes: int, user: str) -> bytes:
+    async def read(self, path: str, *, user: str) -> AsyncGenerator[bytes, None]:
         if user == OWN:
-            return await self._session.files.read(path, max_bytes=max_bytes)
+            return _whole(await self._session.files.read(path, max_bytes=MAX_BYTES))
         out, err, code = await self._run(user, "read", path)
         if code != 0:
             _raise(err)
-        if len(out) > max_bytes:
-            raise SandboxError(f"sandbox {self._session.id}: {path} is larger than {max_bytes} bytes")
-        return out
+        return _whole(out)
 
-    async def write(self, path: str, data: bytes, *, user: str) -> None:
+    async def write(self, path: str, parts: AsyncIterable[bytes], *, user: str) -> None:
+        data = b"".join([part async for part in parts])
         if user == OWN:
             await self._session.files.write(path, data)
         else:
@@ -120,6 +121,10 @@ async def _changes(process: Process, lines: AsyncGenerator[bytes, None]) -> Asyn
     finally:
         with suppress(SandboxError, OSError):  # its box may be gone
             await process.signal(signal.SIGKILL)
+
+
+async def _whole(data: bytes) -> AsyncGenerator[bytes, None]:
+    yield data
 
 
 async def _feed(process: Process, data: bytes) -> None:

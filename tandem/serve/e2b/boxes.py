@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -21,9 +21,10 @@ from tandem.sandbox.images.library import ImageLibrary
 from tandem.sandbox.manager import SandboxManager
 from tandem.sandbox.records import BoxRecord, Life, LogLine, PauseMode, SnapshotRecord
 from tandem.sandbox.session import Session
+from tandem.sandbox.users import NoSuchUser, as_user
 from tandem.serve.e2b import shapes
 from tandem.serve.e2b.box_files import ProgramFiles
-from tandem.serve.e2b.building import start_up
+from tandem.serve.e2b.box_streams import StreamFiles
 from tandem.serve.e2b.called import CalledProcess
 from tandem.serve.e2b.faults import Fault, not_found, not_running
 from tandem.serve.e2b.files import BoxFiles
@@ -52,6 +53,8 @@ class Entry:
 
     @property
     def files(self) -> BoxFiles:
+        if Ability.FILE_STREAMS in self._abilities:
+            return self.keep("files", lambda: StreamFiles(self.id, self.start))
         can_watch = Ability.PROCESSES in self._abilities
         return self.keep("files", lambda: ProgramFiles(self.session, self.start, can_watch=can_watch))
 
@@ -65,7 +68,13 @@ class Entry:
         if Ability.PROCESSES not in self._abilities:
             await self.session.use()
             return CalledProcess(self.session, start)
-        return await (await self.session.use()).start(start)
+        box = await self.session.use()
+        if Ability.FILE_STREAMS in self._abilities:
+            try:
+                start = await as_user(box.start, start)
+            except NoSuchUser as error:
+                raise Fault(401, error.message) from error
+        return await box.start(start)
 
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if Ability.PORTS not in self._abilities:
@@ -77,6 +86,9 @@ class Entry:
             if isinstance(one, Closable):
                 with suppress(Exception):  # the box is gone, and what stood on it may say so
                     await one.close()
+
+
+WarmUp = Callable[[Entry, Sequence[str]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +162,10 @@ class Boxes:
         return self.manager.boxes(limit=MAX_BOXES).boxes
 
     # ---- verbs
-    async def create(self, asked: shapes.NewSandbox, *, timeout_s: float) -> BoxRecord:
+    async def create(
+        self, asked: shapes.NewSandbox, *, timeout_s: float, actor: str, warm_up: WarmUp | None = None
+    ) -> BoxRecord:
+        """``warm_up`` imports the modules that a template names."""
         found = self._templates.find(asked.template_id)
         built = found[1] if found else Build(id="")
         template, snapshot = self._origin(asked.template_id, found)
@@ -176,70 +191,71 @@ class Boxes:
             auto_resume=asked.auto_resume.enabled,
             metadata=metadata if public else metadata | {shapes.PUBLIC: "false"},
         )
-        session = await self.manager.create(spec, life=life, snapshot=snapshot)
+        session = await self.manager.create(spec, life=life, snapshot=snapshot, actor=actor)
         if found is not None:
             found[0].spawned, found[0].last_spawned_at = found[0].spawned + 1, time.time()
-        if image is not None:
+        if image is not None and image.warm and warm_up is not None:
             try:
-                await start_up(session, image)
+                await warm_up(self.entry(session.id), image.warm)
             except BaseException:
                 await self.manager.kill(session.id)
                 raise
         return self.record(session.id)
 
-    async def connect(self, sandbox_id: str, *, timeout_s: float) -> tuple[BoxRecord, bool]:
+    async def connect(self, sandbox_id: str, *, timeout_s: float, actor: str) -> tuple[BoxRecord, bool]:
         """Running from now on, for at least ``timeout_s`` more; and whether it was paused."""
         before = self.record(sandbox_id)
         paused = shapes.shown_state(before.state) == "paused"
         if paused:
-            await self.manager.resume(sandbox_id, lifetime_s=timeout_s)
-        self.manager.refresh(sandbox_id, timeout_s)
+            await self.manager.resume(sandbox_id, lifetime_s=timeout_s, actor=actor)
+        self.manager.refresh(sandbox_id, timeout_s, actor=actor)
         return self.record(sandbox_id), paused
 
-    async def kill(self, sandbox_id: str) -> None:
+    async def kill(self, sandbox_id: str, *, actor: str) -> None:
         self.record(sandbox_id)
-        await self.manager.kill(sandbox_id)
+        await self.manager.kill(sandbox_id, actor=actor)
         self._forget_dead()
 
-    async def pause(self, sandbox_id: str, *, memory: bool) -> bool:
+    async def pause(self, sandbox_id: str, *, memory: bool, actor: str) -> bool:
         """False: it was paused already."""
         self.record(sandbox_id)
-        return await self.manager.pause(sandbox_id, mode=PauseMode.WARM if memory else PauseMode.FILES)
+        mode = PauseMode.WARM if memory else PauseMode.FILES
+        return await self.manager.pause(sandbox_id, mode=mode, actor=actor)
 
     async def fork(
-        self, sandbox_id: str, count: int, *, timeout_s: float, live: bool = False
+        self, sandbox_id: str, count: int, *, timeout_s: float, live: bool = False, actor: str
     ) -> list[BoxRecord | Exception]:
         before = self.record(sandbox_id)
         life = Life(lifetime_s=timeout_s, on_timeout=before.on_timeout, auto_resume=before.auto_resume,
                     metadata=before.metadata)  # fmt: skip
-        children = await self.manager.fork(sandbox_id, count, live=live, life=life)
+        children = await self.manager.fork(sandbox_id, count, live=live, life=life, actor=actor)
         return [
             self.record(child.session.id) if child.session is not None else child.error or SandboxError("no child")
             for child in children
         ]
 
-    async def snapshot(self, sandbox_id: str, *, name: str) -> SnapshotRecord:
+    async def snapshot(self, sandbox_id: str, *, name: str, actor: str) -> SnapshotRecord:
         self.record(sandbox_id)
-        return await self.manager.snapshot(sandbox_id, name=name)
+        return await self.manager.snapshot(sandbox_id, name=name, actor=actor)
 
     def snapshots(self, sandbox_id: str) -> list[SnapshotRecord]:
         return self.manager.snapshots.kept(sandbox_id=sandbox_id)
 
-    def set_timeout(self, sandbox_id: str, seconds: float) -> None:
+    def set_timeout(self, sandbox_id: str, seconds: float, *, actor: str) -> None:
         """Ends that many seconds from now."""
         self.record(sandbox_id)
-        self.manager.set_timeout(sandbox_id, seconds)
+        self.manager.set_timeout(sandbox_id, seconds, actor=actor)
 
-    def refresh(self, sandbox_id: str, seconds: float) -> None:
+    def refresh(self, sandbox_id: str, seconds: float, *, actor: str) -> None:
         """Ends no sooner than that many seconds from now."""
         self.record(sandbox_id)
-        self.manager.refresh(sandbox_id, seconds)
+        self.manager.refresh(sandbox_id, seconds, actor=actor)
 
-    async def set_network(self, sandbox_id: str, asked: shapes.Network) -> None:
+    async def set_network(self, sandbox_id: str, asked: shapes.Network, *, actor: str) -> None:
         """It stands in the place of what was before, as a whole."""
         self.record(sandbox_id)
         policy = shapes.policy_of(asked, None, may_internet=self._may_internet)
-        await self.manager.set_network(sandbox_id, policy)
+        await self.manager.set_network(sandbox_id, policy, actor=actor)
 
     async def usage(self, sandbox_id: str) -> Cost:
         """``cpu_pct`` is that of the time since the last look, or since it started."""
@@ -255,6 +271,11 @@ class Boxes:
         return Cost(cpu_s=usage.cpu_s, cpu_pct=pct, memory_bytes=usage.memory_bytes, disk_bytes=usage.disk_bytes,
                     processes=usage.processes)  # fmt: skip
 
+    def note(self, action: str, subject: str, *, actor: str, **detail: str) -> None:
+        """Into the audit log, what no verb of the manager tells. Raises RecordError; then it must not happen."""
+        if self.manager.audit is not None:
+            self.manager.audit.append(action, subject=subject, actor=actor, **detail)
+
     def logs(self, sandbox_id: str, *, since: float, limit: int) -> list[LogLine]:
         self.record(sandbox_id)
         return list(self.manager.logs(sandbox_id, since=since, limit=limit))
@@ -263,11 +284,11 @@ class Boxes:
         while self._entries:
             await self._entries.popitem()[1].close()
 
-    async def delete_snapshot(self, name: str) -> bool:
+    async def delete_snapshot(self, name: str, *, actor: str) -> bool:
         """False: there is none of this name."""
         if not any(name in (one.id, one.name) for one in self.manager.snapshots.kept()):
             return False
-        return await self.manager.delete_snapshot(name)
+        return await self.manager.delete_snapshot(name, actor=actor)
 
     def _origin(self, name: str, found: tuple[Template, Build] | None) -> tuple[str, str]:
         """The backend's template and the snapshot (or '') that a box of this name starts from."""

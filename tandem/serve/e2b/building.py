@@ -1,6 +1,6 @@
 """Builds templates that clients ask for: their steps go to the library of images, their logs come back.
 
-Owns: the builds that run, and starting a template's command in a fresh box of it. Invariant: a build ends ready, or
+Owns: the builds that run. Invariant: a build ends ready, or
 with the reason why not.
 """
 
@@ -12,20 +12,16 @@ import time
 from dataclasses import replace
 
 from tandem.core.boxes import SandboxSpec
-from tandem.core.errors import SandboxError, TandemError
-from tandem.sandbox.backend import HOME, Start
+from tandem.core.errors import TandemError
 from tandem.sandbox.images.library import BuildRequest, ImageLibrary
 from tandem.sandbox.images.steps import Step
 from tandem.sandbox.images.templates import HOST
-from tandem.sandbox.images.templates import Template as Image
 from tandem.sandbox.manager import SandboxManager
-from tandem.sandbox.session import Session
 from tandem.serve.e2b.faults import Fault, fault_of
 from tandem.serve.e2b.shapes import Body
 from tandem.serve.e2b.templates import Build, Template, TemplateList
 
 BUILD_S = 3600.0
-READY_S, READY_EVERY_S = 60.0, 0.25
 _STEP = re.compile(r"\b[Ss]tep (\d+)")
 
 
@@ -39,6 +35,7 @@ class BuildStart(Body, frozen=True, kw_only=True, rename="camel"):
     steps: list[Step] = []
     start_cmd: str = ""
     ready_cmd: str = ""
+    warm: list[str] = []  # ours, not E2B's: modules of Python
 
 
 class Builder:
@@ -88,6 +85,7 @@ class Builder:
             ),
             start_command=asked.start_cmd,
             ready_command=asked.ready_cmd,
+            warm=asked.warm,
         )  # fmt: skip
 
         def hear(line: str) -> None:
@@ -118,29 +116,3 @@ class Builder:
         name = asked.from_template or HOST
         found = self._list.find(name)
         return f"{found[0].name}:{found[1].id}" if found else self._aliases.get(name, name)
-
-
-async def start_up(session: Session, image: Image) -> None:
-    """Run a template's start command in a box of it, and wait until its ready command ends well.
-
-    Raises:
-        SandboxError: it was not ready in ``READY_S``.
-    """
-    if not image.start_command and not image.ready_command:
-        return
-    box = await session.use()
-
-    def asked(command: str, timeout_s: float | None) -> Start:
-        return Start(
-            arguments=["/bin/sh", "-c", command], environment=image.config.environment,
-            folder=image.config.folder or HOME, timeout_s=timeout_s,
-        )  # fmt: skip
-
-    if image.start_command:
-        await box.start(asked(image.start_command, None))
-    if image.ready_command:
-        deadline = time.monotonic() + READY_S
-        while (await (await box.start(asked(image.ready_command, READY_S))).wait()).code != 0:
-            if time.monotonic() > deadline:
-                raise SandboxError(f"the template was not ready in {READY_S:g} s: {image.ready_command[:200]}")
-            await asyncio.sleep(READY_EVERY_S)

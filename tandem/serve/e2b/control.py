@@ -25,6 +25,7 @@ from tandem.sandbox.records import BoxRecord
 from tandem.serve.e2b import shapes
 from tandem.serve.e2b.access import Access
 from tandem.serve.e2b.boxes import Boxes
+from tandem.serve.e2b.envd.interpreter import warm_up
 from tandem.serve.e2b.faults import Fault, fault_of, json_response
 
 MAX_BODY_BYTES = 2**20
@@ -79,7 +80,9 @@ class Control:
             asked = msgspec.structs.replace(asked, timeout=300)
         if asked.volume_mounts or asked.mcp or asked.iam:
             raise Fault(400, "volumeMounts, mcp and iam are not supported here")
-        record = await self.boxes.create(asked, timeout_s=_timeout(asked.timeout))
+        record = await self.boxes.create(
+            asked, timeout_s=_timeout(asked.timeout), actor=self._by(request), warm_up=warm_up
+        )
         made = self._sandbox(record)
         if key:
             self._answered[key] = made
@@ -92,24 +95,25 @@ class Control:
         if asked.memory is False:
             raise Fault(400, "memory: false: a paused box comes back with its processes here")
         timeout_s = _timeout(300 if asked.timeout is None else asked.timeout)
-        record, resumed = await self.boxes.connect(_id(request), timeout_s=timeout_s)
+        record, resumed = await self.boxes.connect(_id(request), timeout_s=timeout_s, actor=self._by(request))
         return json_response(self._sandbox(record), 201 if resumed else 200)
 
     async def resume(self, request: Request) -> Response:
         """Of the first clients: 409 where it runs already."""
         asked = shapes.read(await body(request), shapes.Connect)
-        record, resumed = await self.boxes.connect(_id(request), timeout_s=_timeout(asked.timeout or 15))
+        timeout_s = _timeout(asked.timeout or 15)
+        record, resumed = await self.boxes.connect(_id(request), timeout_s=timeout_s, actor=self._by(request))
         if not resumed:
             raise Fault(409, f"sandbox {record.id} is running already")
         return json_response(self._sandbox(record), 201)
 
     async def kill(self, request: Request) -> Response:
-        await self.boxes.kill(_id(request))
+        await self.boxes.kill(_id(request), actor=self._by(request))
         return Response(status_code=204)
 
     async def pause(self, request: Request) -> Response:
         asked = shapes.read(await body(request), shapes.Pause)
-        if not await self.boxes.pause(_id(request), memory=asked.memory):
+        if not await self.boxes.pause(_id(request), memory=asked.memory, actor=self._by(request)):
             raise Fault(409, f"sandbox {_id(request)} is paused already")
         return Response(status_code=204)
 
@@ -118,21 +122,25 @@ class Control:
         if not 1 <= asked.count <= 100:
             raise Fault(400, f"count: {asked.count} is not between 1 and 100")
         timeout_s = _timeout(15 if asked.timeout is None else asked.timeout)
-        children = await self.boxes.fork(_id(request), asked.count, timeout_s=timeout_s, live=asked.live)
+        children = await self.boxes.fork(
+            _id(request), asked.count, timeout_s=timeout_s, live=asked.live, actor=self._by(request)
+        )
         return json_response([self._child(child) for child in children], 201)
 
     async def set_timeout(self, request: Request) -> Response:
         asked = shapes.read(await body(request), shapes.Timeout)
-        self.boxes.set_timeout(_id(request), float(_timeout(asked.timeout, least=0)))
+        seconds = float(_timeout(asked.timeout, least=0))
+        self.boxes.set_timeout(_id(request), seconds, actor=self._by(request))
         return Response(status_code=204)
 
     async def refresh(self, request: Request) -> Response:
         asked = shapes.read(await body(request), shapes.Refresh)
-        self.boxes.refresh(_id(request), float(_timeout(asked.duration or 60)))
+        self.boxes.refresh(_id(request), float(_timeout(asked.duration or 60)), actor=self._by(request))
         return Response(status_code=204)
 
     async def set_network(self, request: Request) -> Response:
-        await self.boxes.set_network(_id(request), shapes.read(await body(request), shapes.Network))
+        asked = shapes.read(await body(request), shapes.Network)
+        await self.boxes.set_network(_id(request), asked, actor=self._by(request))
         return Response(status_code=204)
 
     # ---- looking
@@ -206,7 +214,7 @@ class Control:
     # ---- snapshots
     async def snapshot(self, request: Request) -> Response:
         asked = shapes.read(await body(request), shapes.Snapshot)
-        made = await self.boxes.snapshot(_id(request), name=asked.name)
+        made = await self.boxes.snapshot(_id(request), name=asked.name, actor=self._by(request))
         return json_response({"snapshotID": made.id, "names": [made.name] if made.name else []}, 201)
 
     async def snapshots(self, request: Request) -> Response:
@@ -217,6 +225,9 @@ class Control:
         return json_response(listed, headers={"x-next-token": token} if token else None)
 
     # ---- shapes
+    def _by(self, request: Request) -> str:
+        return self.access.actor(request.scope)
+
     def _sandbox(self, record: BoxRecord) -> dict[str, Any]:
         return {
             "templateID": record.spec.template,

@@ -7,7 +7,7 @@ the file system does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,9 +35,12 @@ class FileChange:
 
 
 class BoxFiles(Protocol):
-    async def read(self, path: str, *, max_bytes: int, user: str) -> bytes: ...
+    async def read(self, path: str, *, user: str) -> AsyncGenerator[bytes, None]:
+        """Its parts; what it cannot be read for is raised before the first of them. To be closed if it is not read to
+        its end."""
+        ...
 
-    async def write(self, path: str, data: bytes, *, user: str) -> None:
+    async def write(self, path: str, parts: AsyncIterable[bytes], *, user: str) -> None:
         """Makes the folders above it."""
         ...
 

@@ -38,6 +38,6 @@ def target_of(headers: Headers) -> Target | None:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
+    if not text.isdecimal() or len(text) > 5 or not 0 < int(text) < 65536:
         raise Fault(400, f"no port {text[:20]!r}: 1 to 65535")
     return int(text)

@@ -156,7 +156,7 @@ class TemplateRoutes:
     async def delete_template(self, request: Request) -> Response:
         """A template, or a snapshot: clients delete both here."""
         name = request.path_params["template_id"]
-        if await self._boxes.delete_snapshot(name):
+        if await self._boxes.delete_snapshot(name, actor=self._access.actor(request.scope)):
             return Response(status_code=204)
         template = self._template(request)
         self._list.remove(template)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from tandem.core.errors import ConfigError
 from tandem.core.types import ToolCall, ToolResult, ToolSpec
+from tandem.text.parsers.fence_calls import FenceCalls
 from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
 
 _OPEN = re.compile(r"^(`{3,})([A-Za-z0-9_.-]+)[ \t]*(?:\n|\Z)", re.MULTILINE)
@@ -40,6 +41,7 @@ def _find_close(text: str, start: int, fence: str) -> re.Match[str] | None:
 class Fence:
     name = "fence"
     opening = "```"
+    lead = ""
 
     def check(self, tools: Sequence[ToolSpec]) -> None:
         for tool in tools:
@@ -61,7 +63,7 @@ class Fence:
         for call in calls:
             # A call of a tool that is not offered (history of another run) still shows its one argument.
             name = parameters.get(call.name) or next(iter(call.arguments), "")
-            body = str(call.arguments.get(name, ""))
+            body = str(call.arguments.get(name, "")) if call.unread is None else call.unread
             inside = [len(found.group(1)) for found in _FENCE_LINE.finditer(body)]
             fence = "`" * max([3, *(length + 1 for length in inside)])
             parts.append(f"{fence}{call.name}\n{body}\n{fence}")
@@ -75,6 +77,9 @@ class Fence:
         more = ' ("\\n" call)*' if several else ""
         # No backtick in the argument: where it ends must be plain.
         return f'start: call{more}\ncall: opening /[^`]*\\n```/\nopening: {opening}\n'
+
+    def follow(self, tools: Sequence[ToolSpec]) -> FenceCalls:
+        return FenceCalls({tool.name: _parameter(tool) for tool in tools})
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         parameters = {tool.name: _parameter(tool) for tool in tools}

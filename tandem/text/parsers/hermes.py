@@ -9,7 +9,8 @@ import msgspec
 
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 from tandem.core.wire import storable
-from tandem.text.tool_format import ParsedText, after_reasoning, call_grammar, call_id, unreadable
+from tandem.text.parsers.json_calls import JsonCalls
+from tandem.text.tool_format import ParsedText, after_reasoning, arguments_text, call_grammar, call_id, unreadable
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -46,6 +47,7 @@ def _read(body: str, index: int) -> ToolCall | ToolResult:
 class Hermes:
     name = "hermes"
     opening = _OPEN
+    lead = ""
 
     def check(self, tools: Sequence[ToolSpec]) -> None:
         """Every JSON schema can be written."""
@@ -65,8 +67,8 @@ class Hermes:
     def write(self, content: str, calls: Sequence[ToolCall], tools: Sequence[ToolSpec]) -> str:
         parts = [content] if content else []
         for call in calls:
-            body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-            parts.append(f"{_OPEN}\n{body}\n{_CLOSE}")
+            name = json.dumps(call.name, ensure_ascii=False)
+            parts.append(f'{_OPEN}\n{{"name": {name}, "arguments": {arguments_text(call)}}}\n{_CLOSE}')
         return "\n".join(parts)
 
     def write_result(self, content: str) -> str:
@@ -75,6 +77,9 @@ class Hermes:
     def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
         between = "\n" if several else ""
         return call_grammar(tools, before=f"{_OPEN}\n", key="arguments", after=f"\n{_CLOSE}", between=between)
+
+    def follow(self, tools: Sequence[ToolSpec]) -> JsonCalls:
+        return JsonCalls(opening=_OPEN, closing=_CLOSE, keys=["arguments"])
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         calls: list[ToolCall] = []

@@ -5,14 +5,12 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Sequence
 
-import msgspec
-
 from tandem.core.errors import ConfigError
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+from tandem.text.parsers.python_calls import UNREADABLE, PythonCalls, plain_value
 from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
 
 _BLOCK = re.compile(r"```tool_code[ \t]*\n(.*?)(?:\n```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
@@ -31,6 +29,7 @@ class Pythonic:
         self.name = name
         self._fenced = fenced
         self.opening = "```tool_code" if fenced else "["
+        self.lead = ""
 
     def check(self, tools: Sequence[ToolSpec]) -> None:
         """Every JSON schema can be written."""
@@ -49,7 +48,7 @@ class Pythonic:
 
     def write(self, content: str, calls: Sequence[ToolCall], tools: Sequence[ToolSpec]) -> str:
         parts = [content] if content else []
-        written = [f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})" for call in calls]
+        written = [f"{call.name}({_arguments(call)})" for call in calls]
         if written and self._fenced:
             parts.append("```tool_code\n" + "\n".join(written) + "\n```")
         elif written:
@@ -62,6 +61,9 @@ class Pythonic:
     def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
         raise ConfigError(f"calls in the tool format {self.name!r} cannot be forced",
                           hint="set model.tool_format to hermes, llama or fence")  # fmt: skip
+
+    def follow(self, tools: Sequence[ToolSpec]) -> PythonCalls:
+        return PythonCalls(fenced=self._fenced, names={tool.name for tool in tools})
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedText:
         names = {tool.name for tool in tools}
@@ -113,12 +115,16 @@ def _call(node: ast.AST) -> tuple[str, dict[str, object]]:
         if keyword.arg is None:
             raise _Unreadable(name, "arguments must be named one by one")
         try:
-            value = json.loads(json.dumps(ast.literal_eval(keyword.value), allow_nan=False))
-            msgspec.msgpack.encode(value)  # half a surrogate pair or a huge number: no record can hold it
-            arguments[keyword.arg] = value
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
+            arguments[keyword.arg] = plain_value(keyword.value)
+        except UNREADABLE as error:
             raise _Unreadable(name, f"argument {keyword.arg} is not a plain value") from error
     return name, arguments
+
+
+def _arguments(call: ToolCall) -> str:
+    if call.unread is not None:
+        return call.unread
+    return ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
 
 
 def _list_start(text: str, begin: int, names: set[str]) -> int:

@@ -26,14 +26,14 @@ def home(tmp_path_factory):
     try:
         line = server.stdout.readline()
         if "serving sandboxes" not in line:
-            pytest.skip(f"no server on this machine: {line}{server.communicate(timeout=10)[1]}")
+            pytest.skip(f"no server on this machine: {line}{server.communicate(timeout=30)[1]}")
         made = tandem(environment, "start")
         if made.returncode:
             pytest.skip(f"this machine makes no boxes: {made.stderr}")
         yield environment
     finally:
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=20)
+        server.communicate(timeout=30)
     assert server.returncode == 0
 
 
@@ -102,7 +102,7 @@ def test_a_live_fork_wants_a_running_command(home, box):
 
 def test_the_box_of_a_passed_lifetime_is_gone(home):
     short = tandem(home, "start", "--lifetime", "1").stdout.strip()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while short in tandem(home, "ls").stdout:
         assert time.monotonic() < deadline, "still listed"
         time.sleep(0.2)

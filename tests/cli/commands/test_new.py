@@ -13,7 +13,7 @@ def test_the_written_environment_passes_its_own_test(tmp_path, capsys):
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout

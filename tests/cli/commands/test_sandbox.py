@@ -7,7 +7,7 @@ PROGRAM = [sys.executable, "-m", "tandem.cli.main", "sandbox", "run"]
 
 
 def box(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, timeout=300)
 
 
 def test_output_files_and_exit_code(tmp_path):

@@ -13,8 +13,16 @@ import pytest
 import torch
 
 from tandem.config.sections.engine import EngineSection, InferSection
-from tandem.core.errors import EngineError, PromptTooLong
-from tandem.core.types import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion, ids
+from tandem.core.errors import EngineError, NotRunning, PromptTooLong
+from tandem.core.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Sampled,
+    SamplingParams,
+    WeightVersion,
+    ids,
+)
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.infer.loop import InferEngine
 from tandem.engine.weights import PublishedWeights
@@ -74,7 +82,7 @@ async def bench(
 
 
 def run(body: Callable[[], Awaitable[object]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 60))
+    asyncio.run(asyncio.wait_for(body(), 240))
 
 
 def request(name: str, prompt: Sequence[int], seed: int = 0, **params: Any) -> GenerateRequest:
@@ -208,11 +216,12 @@ def test_a_fork_goes_on_from_its_token(dtype: torch.dtype) -> None:
             heard: list[int] = []
             forked: list[asyncio.Task[list[Completion]]] = []
 
-            def hear(tokens: Sequence[int]) -> None:
-                heard.extend(tokens)
+            def hear(new: Sampled) -> None:
+                heard.extend(new.token_ids)
                 if len(heard) in (13, 17):
                     at = None if len(heard) == 17 else 6
-                    forked.append(asyncio.ensure_future(here.engine.fork("p", [5, 6, 7], at=at)))
+                    ways = {f"{at}-{seed}": seed for seed in (5, 6, 7)}
+                    forked.append(asyncio.ensure_future(here.engine.fork("p", ways, at=at)))
 
             parent = await here.engine.generate(job, on_tokens=hear)
             ways = [await task for task in forked]
@@ -235,13 +244,13 @@ def test_a_fork_goes_on_from_its_token(dtype: torch.dtype) -> None:
 def test_a_fork_is_refused_where_nothing_can_follow() -> None:
     async def body() -> None:
         async with bench() as here:
-            with pytest.raises(EngineError, match="request r is not running"):
-                await here.engine.fork("r", [1])
+            with pytest.raises(NotRunning, match="request r is not running"):
+                await here.engine.fork("r", {"f": 1})
             task = asyncio.ensure_future(here.engine.generate(request("r", prompt(9), max_tokens=100)))
             while not here.engine.stats().generated_tokens:
                 await asyncio.sleep(0.001)
             with pytest.raises(EngineError, match="cannot be forked at 101"):
-                await here.engine.fork("r", [1], at=101)
+                await here.engine.fork("r", {"f": 1}, at=101)
             whole = await task
             with pytest.raises(EngineError, match="nothing can follow the 100 tokens"):
                 await here.engine.generate(replace(request("r", prompt(9), max_tokens=100), so_far=whole))
@@ -336,8 +345,8 @@ def test_tokens_carry_the_version_that_made_them() -> None:
         model = model_of()
         async with bench(model) as here:
 
-            def hear(tokens: Sequence[int]) -> None:
-                heard.extend(tokens)
+            def hear(new: Sampled) -> None:
+                heard.extend(new.token_ids)
                 if len(heard) == 6:
                     updates.append(asyncio.ensure_future(here.compute.run("train", update)))
 
@@ -388,8 +397,8 @@ def test_abort_returns_what_there_is() -> None:
             heard: list[int] = []
             enough = asyncio.Event()
 
-            def hear(tokens: Sequence[int]) -> None:
-                heard.extend(tokens)
+            def hear(new: Sampled) -> None:
+                heard.extend(new.token_ids)
                 if len(heard) == 5:
                     enough.set()
 
@@ -467,8 +476,8 @@ def test_a_failed_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_listener_that_raises_ends_its_request_only() -> None:
     async def body() -> None:
-        def broken(tokens: Sequence[int]) -> None:
-            raise ValueError(tokens)
+        def broken(new: Sampled) -> None:
+            raise ValueError(new)
 
         async with bench() as here:
             other = asyncio.ensure_future(here.engine.generate(request("o", prompt(9), max_tokens=9)))

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.core.types import GenerateRequest, SamplingParams, ids
+from tandem.config.sections.engine import AtPublish
+from tandem.core.types import FinishReason, GenerateRequest, SamplingParams, ids
 from tandem.engine.infer.kv_cache import BlockManager
 from tandem.engine.infer.request import NO_SEAT, Request
 from tandem.engine.infer.scheduler import Scheduler, StepPlan
@@ -20,14 +21,21 @@ SIZE, WIDTH = 4, 40
 
 
 def scheduler(
-    *, num_blocks: int = 40, seats: int = 8, tokens: int = 16, prefix_cache: bool = True, outside: int = 0
+    *,
+    num_blocks: int = 40,
+    seats: int = 8,
+    tokens: int = 16,
+    prefix_cache: bool = True,
+    outside: int = 0,
+    at_publish: AtPublish = "keep",
 ) -> Scheduler:
     """``outside`` blocks of a tier for which copying is cheap."""
     costs = Costs(SIZE)
     costs.computed(1, 1.0)
     costs.copied(1, 0.001)
     blocks = BlockManager(num_blocks, SIZE, Tier(outside, costs) if outside else None)
-    return Scheduler(blocks, Seats(seats, WIDTH, SIZE), max_step_tokens=tokens, prefix_cache=prefix_cache)
+    room = Seats(seats, WIDTH, SIZE)
+    return Scheduler(blocks, room, max_step_tokens=tokens, prefix_cache=prefix_cache, at_publish=at_publish)
 
 
 def made(prompt: Sequence[int], max_tokens: int = 4, name: str = "r", **fields: Any) -> Request:
@@ -47,6 +55,8 @@ class Memory:
 
     def step(self, version: int = 0) -> StepPlan:
         plan = self.planner.plan(version)
+        for request in plan.ended:
+            self.planner.remove(request)
         for copy in plan.copies:
             begin = copy.source * SIZE
             if copy.move is Move.OUT:
@@ -154,6 +164,42 @@ def test_nothing_of_an_old_version_is_found() -> None:
     planner.add(again)
     memory.step(version=1)
     assert again.num_cached == 9 and again not in memory.mixed  # late's blocks, all of version 1
+
+
+def test_a_publish_has_everything_computed_again_where_that_is_asked_for() -> None:
+    planner = scheduler(at_publish="reprefill")
+    memory = Memory(planner)
+    siblings = [made(range(9), max_tokens=12, name=str(i)) for i in range(3)]
+    for request in siblings:
+        planner.add(request)
+    for _ in range(4):
+        memory.step(version=0)
+    has = [request.num_tokens for request in siblings]
+    rows = 0
+    while any(request.num_tokens == before for request, before in zip(siblings, has, strict=True)):
+        rows += sum(chunk.count for chunk in memory.step(version=1).chunks)
+    assert not memory.mixed and rows < sum(has) - 2 * 8  # their common prompt once
+    while planner.requests:
+        memory.step(version=1)
+    assert all(request.versions.tolist() == sorted(request.versions) for request in siblings)
+    assert planner.num_preemptions == 0
+
+
+def test_a_publish_ends_who_has_an_answer_begun_where_that_is_asked_for() -> None:
+    planner = scheduler(tokens=8, at_publish="abort")
+    memory = Memory(planner)
+    begun, prompt, waits = made([1, 2], name="begun"), made(range(10, 26), name="prompt"), made([3], name="waits")
+    planner.add(begun)
+    memory.step(version=0)
+    planner.add(prompt)
+    memory.step(version=0)
+    planner.add(waits)
+    plan = memory.step(version=1)
+    assert plan.ended == [begun] and begun.completion().finish_reason is FinishReason.ABORT
+    assert begun.completion().versions.tolist() == [0, 0] and begun not in planner.requests
+    while planner.requests:
+        memory.step(version=1)
+    assert not memory.mixed and set(prompt.versions) == set(waits.versions) == {1}
 
 
 def test_the_youngest_is_preempted_and_its_place_is_kept() -> None:
@@ -296,13 +342,15 @@ REQUESTS = st.lists(
     updates=st.sets(st.integers(0, 40), max_size=3),
     aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=4),
     forks=st.dictionaries(st.integers(0, 40), st.tuples(st.integers(0, 11), st.integers(0, 17)), max_size=4),
+    at_publish=st.sampled_from(["keep", "keep", "reprefill", "abort"]),
 )
 def test_everyone_ends_and_nothing_leaks(
-    jobs, num_blocks, seats, tokens, prefix_cache, outside, updates, aborts, forks
+    jobs, num_blocks, seats, tokens, prefix_cache, outside, updates, aborts, forks, at_publish
 ) -> None:
     planner = scheduler(
-        num_blocks=num_blocks, seats=seats, tokens=tokens, prefix_cache=prefix_cache, outside=outside * prefix_cache
-    )
+        num_blocks=num_blocks, seats=seats, tokens=tokens, prefix_cache=prefix_cache, outside=outside * prefix_cache,
+        at_publish=at_publish,
+    )  # fmt: skip
     memory = Memory(planner)
     requests = [
         made([branch] * length, max_tokens=answer, name=str(i), group=str(group), priority=priority)
@@ -329,10 +377,13 @@ def test_everyone_ends_and_nothing_leaks(
                     planner.share(parent)
                 planner.add(requests[-1])
         if planner.requests:
-            assert memory.step(version), "requests are there and nothing is planned"
+            plan = memory.step(version)
+            assert plan or plan.ended, "requests are there and nothing is planned"
+            aborted |= set(plan.ended)
         step += 1
         assert step < 3000, "no end in sight"
-    assert memory.mixed <= seated_before  # old keys only for those that sat there when the weights changed
+    # Old keys only for those that sat there when the weights changed, if they may keep them.
+    assert memory.mixed <= (seated_before if at_publish == "keep" else set())
     for request in requests:
         assert request in aborted or request.num_generated == request.params.max_tokens
         assert request.seat == NO_SEAT and not request.blocks

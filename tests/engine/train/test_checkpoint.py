@@ -24,7 +24,9 @@ from tandem.core.types import Sample, floats
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.train.checkpoint import CheckpointStore, broken
 from tandem.engine.train.score import frozen_copy
+from tandem.engine.train.snapshot import hold, keep_all
 from tandem.engine.train.step import LocalTrainEngine
+from tandem.engine.train.tensor_file import write_tensors
 from tandem.engine.train.value import CriticEngine, ValueModel
 from tandem.engine.weights import PublishedWeights
 from tandem.trainer.batcher import make_plan
@@ -37,12 +39,15 @@ OPTIMIZER = OptimizerSection(learning_rate=1e-2, warmup_steps=3, decay="cosine")
 class Process:
     """Everything of one training process."""
 
-    def __init__(self, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, keep: int = 2) -> None:
+    def __init__(
+        self, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, keep: int = 2,
+        optimizer: OptimizerSection = OPTIMIZER,
+    ) -> None:  # fmt: skip
         self.model = tiny_model(seed=seed, dtype=dtype)
         self.weights = PublishedWeights(self.model)
         self.compute = ComputeQueue()
         self.engine = LocalTrainEngine(
-            self.weights, self.compute, train=SECTION, optimizer=OPTIMIZER, algorithm=GRPO, total_steps=8
+            self.weights, self.compute, train=SECTION, optimizer=optimizer, algorithm=GRPO, total_steps=8
         )
         self.store = CheckpointStore(folder, self.weights, self.engine.optimizer, keep=keep)
 
@@ -74,6 +79,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, dtype) -> None:
     second.train(6, 8)
     assert second.weights.digest() == whole.weights.digest()
     for process in (whole, first, second):
+        process.compute.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_moments_resume_bit_for_bit_and_are_not_taken_for_others(dtype, tmp_path) -> None:
+    small = OPTIMIZER.model_copy(update={"moments": "8bit"})
+    whole = Process(tmp_path / "a", dtype=dtype, optimizer=small)
+    whole.train(1, 3)
+    whole.store.save(3, {})
+    whole.train(4, 6)
+    again = Process(tmp_path / "a", dtype=dtype, optimizer=small, seed=9)
+    again.store.restore(3)
+    again.train(4, 6)
+    assert again.weights.digest() == whole.weights.digest()
+    assert {str(t.dtype) for t in again.engine.optimizer.moments().values()} == {"torch.uint8", "torch.float32"}
+    other = Process(tmp_path / "a", dtype=dtype)
+    before = other.weights.digest()
+    with pytest.raises(RecordError, match=r"optimizer\.moments"):
+        other.store.restore(3)
+    assert other.weights.digest() == before
+    for process in (whole, again, other):
         process.compute.close()
 
 
@@ -184,16 +210,84 @@ def test_a_critic_resumes_bit_for_bit(tmp_path) -> None:
     one.compute.close(), other.compute.close()
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path) -> None:
+    """Steps run between ``begin`` and the end of the write; what is saved is the state at the border."""
+    whole, process = Process(tmp_path / "a"), Process(tmp_path / "b", keep=9)
+    whole.train(1, 8)
+    digests, writes = {}, []
+    for step in range(1, 9):
+        process.train(step, step)
+        digests[step] = process.weights.digest()
+        writes.append(process.store.begin(step, {"step": step}))
+    assert process.weights.digest() == whole.weights.digest()
+    process.store.wait()
+    assert all(write.done() for write in writes) and process.store.steps() == list(range(1, 9))
+    for step in (1, 4, 7):
+        again = Process(tmp_path / "b", seed=step, keep=9)
+        assert again.store.restore(step) == {"step": step}
+        assert again.weights.digest() == digests[step]
+        again.train(step + 1, 8)
+        assert again.weights.digest() == whole.weights.digest()
+        again.compute.close()
+    whole.compute.close(), process.compute.close()
+
+
+def test_nothing_is_copied_unless_an_update_comes_first(tmp_path) -> None:
+    process = Process(tmp_path)
+    process.train(1, 1)
+    held = hold(process.engine.optimizer.weights())
+    copies: list[int] = []
+    process.engine.optimizer.before_change(lambda: copies.append(keep_all(held.values())))
+    before = {name: tensor.clone() for name, tensor in process.engine.optimizer.weights().items()}
+    written = write_tensors(tmp_path / "half", {name: held[name] for name in list(held)[:3]})
+    assert written and not copies
+    process.train(2, 3)
+    assert len(copies) == 1 and copies[0] == 4 * sum(before[name].numel() for name in list(held)[3:])
+    for name in list(held)[3:]:
+        with held[name].reading() as kept:
+            assert torch.equal(kept, before[name])
+    process.compute.close()
+
+
+def test_a_full_disk_is_an_error_of_its_own_and_takes_no_older_checkpoint(small_disk) -> None:
+    process = Process(small_disk / "kept", keep=3)
+    process.train(1, 1)
+    process.store.save(1, {})
+    (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 100_000))
+    process.train(2, 2)
+    write = process.store.begin(2, {})
+    process.train(3, 3)  # goes on: the write fails behind it
+    with pytest.raises(RecordError, match=f"no space left at {small_disk}") as caught:
+        write.result(timeout=300)
+    assert "resume" in caught.value.hint
+    with pytest.raises(RecordError, match="no space left"):
+        process.store.begin(3, {})
+    assert process.store.steps() == [1]
+    again = Process(small_disk / "kept", seed=4)
+    again.store.restore(1)
+    (small_disk / "filler").unlink()
+    again.train(2, 3)
+    again.store.save(3, {})
+    assert again.store.steps() == [1, 3] and again.weights.digest() == process.weights.digest()
+    assert not list((small_disk / "kept").glob(".unfinished-*"))
+    process.compute.close(), again.compute.close()
+
+
 SAVER = """
 import os, sys
 from pathlib import Path
+import torch
 from tests.engine.train.test_checkpoint import Process
 process = Process(Path(sys.argv[1]), keep=2)
 for begin in range(1, 10**9, 10**6):
     child = os.fork()
     if not child:
+        optimizer = process.engine.optimizer
         for step in range(begin, begin + 10**6):
-            process.store.save(step, {"step": step})
+            for parameter in process.model.parameters():
+                parameter.grad = torch.full_like(parameter, float(step % 7 - 3))
+            optimizer.step(1e-4)  # while the checkpoint before it is being written
+            process.store.begin(step, {"step": step, "digest": process.weights.digest()})
     print(child, flush=True)
     if not sys.stdin.readline():
         break
@@ -215,7 +309,7 @@ def test_a_kill_at_any_of_ten_moments_leaves_a_whole_checkpoint(tmp_path) -> Non
     assert saver.stdout is not None and saver.stdin is not None
     for number in range(10):
         child = int(saver.stdout.readline())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while survivor.store.latest() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.02, 0.2))
@@ -223,12 +317,14 @@ def test_a_kill_at_any_of_ten_moments_leaves_a_whole_checkpoint(tmp_path) -> Non
         while Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
             time.sleep(0.001)
         latest = survivor.store.latest()
-        assert latest is not None and survivor.store.restore(latest) == {"step": latest}
+        assert latest is not None
+        extra = survivor.store.restore(latest)
+        assert extra == {"step": latest, "digest": survivor.weights.digest()}
         seen.append(latest)
         if number < 9:
             saver.stdin.write(b"\n"), saver.stdin.flush()
     assert seen == sorted(seen) and seen[-1] > seen[0]
     saver.stdin.close()
-    saver.wait(timeout=60)
+    saver.wait(timeout=300)
     saver.stdout.close()
     survivor.compute.close()

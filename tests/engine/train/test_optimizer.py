@@ -126,3 +126,46 @@ def test_another_models_state_is_refused() -> None:
         optimizer.restore({"matrix": good["matrix"]}, {})
     with pytest.raises(RecordError, match="shape"):
         optimizer.restore(good | {"norm": torch.zeros(4)}, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_masters_apart_give_the_same_bits(dtype, moments) -> None:
+    """What offloading does, but for the device: copies of the weights are updated, and written back."""
+    section = OptimizerSection(beta1=0.8, weight_decay=0.1, max_grad_norm=0.5, moments=moments, offload=True)
+    plain, moved = Small(dtype), Small(dtype)
+    here, apart = AdamW(plain, section), AdamW(moved, section, apart=True)
+    assert apart.weights()["matrix"].data_ptr() != moved.matrix.data_ptr()
+    assert apart.weights()["matrix"].dtype is torch.float32
+    generator = torch.Generator().manual_seed(1)
+
+    def learn(*pairs: tuple[nn.Module, AdamW]) -> list[float]:
+        for _ in range(2):
+            drawn = [torch.randn(p.shape, generator=generator).to(dtype) for p in plain.parameters()]
+            for model, optimizer in pairs:
+                for parameter, gradient in zip(model.parameters(), drawn, strict=True):
+                    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+                optimizer.accumulate()
+        return [optimizer.step(0.01) for _, optimizer in pairs]
+
+    for _ in range(4):
+        one, other = learn((plain, here), (moved, apart))
+        assert one == other > 0.5
+    saved = [{name: tensor.clone() for name, tensor in each.items()} for each in (apart.weights(), apart.moments())]
+    again = Small(dtype, seed=9)
+    resumed = AdamW(again, section, apart=True)
+    resumed.restore(saved[0], saved[1])
+    learn((plain, here), (moved, apart), (again, resumed))
+    for name, parameter in plain.named_parameters():
+        for model in (moved, again):
+            assert torch.equal(parameter, dict(model.named_parameters())[name])
+    with torch.no_grad():
+        moved.matrix.fill_(2.0)
+    apart.refresh()
+    assert torch.equal(apart.weights()["matrix"], torch.full((5, 3), 2.0))
+
+
+def test_where_the_weights_are_on_the_cpu_offloading_changes_nothing() -> None:
+    model = Small()
+    optimizer = AdamW(model, PLAIN.model_copy(update={"offload": True}))
+    assert optimizer.weights()["matrix"].data_ptr() == model.matrix.data_ptr()

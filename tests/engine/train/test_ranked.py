@@ -177,6 +177,26 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit_and_moves_to_one(pair, ki
     assert apart(ours, theirs) < 1e-5
 
 
+def test_8_bit_moments_of_two_ranks_are_the_bytes_of_one(pair, tmp_path) -> None:
+    small = MOVING.model_copy(update={"moments": "8bit"})
+    many = Process(pair, folder=tmp_path, optimizer=small)
+    alone = Process(None, folder=tmp_path, optimizer=small, seed=9)
+    many.train(1, 3)
+    many.store.save(3, {})
+    alone.store.restore(3)
+    ours, theirs = many.engine.optimizer.moments(), alone.engine.optimizer.moments()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    many.train(4, 6), alone.train(4, 6)
+    again = Process(pair, folder=tmp_path, optimizer=small, seed=4)
+    again.store.restore(3)
+    again.train(4, 6)
+    assert again.weights.digest() == many.weights.digest()
+    one, two = (dict(process.weights.model.named_parameters()) for process in (many, alone))
+    assert apart(one, two) < 0.01
+    with pytest.raises(RecordError, match=r"optimizer\.moments"):
+        Process(pair, folder=tmp_path).store.restore(3)
+
+
 def test_scores_and_weights_in_bfloat16_are_those_of_one_process(pair) -> None:
     many, alone = Process(pair, dtype=torch.bfloat16), Process(None, dtype=torch.bfloat16)
     trajectories = [each.trajectory for each in group_samples(num_groups=3)]

@@ -19,6 +19,7 @@ from tandem.trainer.batcher import make_plan
 from tests.engine.train.test_ranked import SECTION, Process
 from tests.engine.train.tiny import group_samples, sample
 
+STOPPED_S = 8  # each answer before may take as long on a busy machine
 PLAN = make_plan(1, group_samples(), GRPO, SECTION)
 
 
@@ -31,7 +32,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_is_named_and_a_new_group_resumes(how, tmp_path) -> None:
-    group = RankGroup(2, timeout_s=60 if how is signal.SIGKILL else 3)
+    group = RankGroup(2, timeout_s=60 if how is signal.SIGKILL else STOPPED_S)
     try:
         group.start()
         process = Process(group, folder=tmp_path)
@@ -42,8 +43,8 @@ def test_a_rank_that_is_lost_is_named_and_a_new_group_resumes(how, tmp_path) -> 
         began = time.monotonic()
         with pytest.raises(ClusterError) as caught:
             asyncio.run(process.step(PLAN))
-        assert time.monotonic() - began < 30
-        wanted = "was killed by SIGKILL" if how is signal.SIGKILL else "did not answer within 3 s"
+        assert time.monotonic() - began < 50
+        wanted = "was killed by SIGKILL" if how is signal.SIGKILL else f"did not answer within {STOPPED_S} s"
         assert f"rank 1 (process {other})" in str(caught.value) and wanted in str(caught.value)
         assert "resume" in caught.value.hint
         with pytest.raises(ClusterError, match="rank 1"):  # and says so at every later use
@@ -91,9 +92,9 @@ def test_the_ranks_die_with_rank_0() -> None:
     other = int(parent.stdout.readline())
     assert alive(other)
     parent.kill()
-    parent.wait(timeout=10)
+    parent.wait(timeout=30)
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while alive(other) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(other)

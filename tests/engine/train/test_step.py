@@ -13,6 +13,7 @@ import torch
 from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, GRPO, GSPO, RLOO
 from tandem.algorithms.catalog.sft import SFT
 from tandem.algorithms.credit import demonstration
+from tandem.algorithms.losses import LossTokens
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.errors import EngineError
@@ -41,6 +42,26 @@ def test_gradient_is_the_same_for_every_split_and_with_shared_prefixes(spec) -> 
         for share in (True, False):
             section = TrainSection(micro_batch_tokens=tokens, share_prefixes=share)
             assert_close(whole, gradients(tiny_model(), spec, samples, section))
+
+
+def test_a_loss_of_ones_own_is_weighed_as_the_methods_is() -> None:
+    """GRPO's loss written by hand gives GRPO's gradient, however the step is cut; a flat sample is not left out."""
+    samples = group_samples()
+
+    def by_hand(tokens: LossTokens) -> torch.Tensor:
+        ratio = (tokens.logprobs_N - tokens.sampled_N).exp()
+        return -torch.minimum(ratio * tokens.advantages_N, ratio.clamp(0.8, 1.2) * tokens.advantages_N)
+
+    own = dataclasses.replace(GRPO, flat_learns=True)
+    plain = dataclasses.replace(GRPO, clip_dual=None)
+    for tokens in (16, 4096):
+        section = TrainSection(micro_batch_tokens=tokens)
+        assert_close(
+            gradients(tiny_model(), plain, samples, WHOLE), gradients(tiny_model(), own, samples, section, by_hand)
+        )
+    flat = [dataclasses.replace(each, advantages=floats([0.0] * len(each.advantages))) for each in samples]
+    moved = gradients(tiny_model(), own, flat, WHOLE, lambda tokens: -tokens.logprobs_N)
+    assert max(float(each.abs().max()) for each in moved.values()) > 1e-4
 
 
 def test_recomputed_activations_give_the_same_gradient() -> None:
@@ -101,7 +122,7 @@ def test_w4_temperature_on_the_trainers_path() -> None:
         model = tiny_model()
         one = sample([3, 5, 7], [0, 1, 1], logprob=0.0, temperature=temperature)
         expected = (full_logits(model, [3, 5, 7]) / temperature).log_softmax(-1)
-        wanted = float((expected[0, 5] + expected[1, 7]).detach()) / 2
+        wanted = float((expected[0, 5] + expected[1, 7]).detach())  # an answer is one action: its tokens are summed
         (result,) = train(model, RLOO, [one])
         assert result.loss == pytest.approx(-wanted, abs=1e-6)
 
@@ -191,6 +212,9 @@ def test_metrics_of_off_policy_and_on_policy_tokens() -> None:
     assert metrics["kl_sampler_k1"] == pytest.approx(-0.5, abs=1e-5)
     assert metrics["kl_sampler_k3"] == pytest.approx(math.exp(0.5) - 1.5, abs=1e-5)
     assert metrics["logprob_gap_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["logprob_gap_outside"] == 0.0
+    (far,) = train(tiny_model(), GRPO, [sample([1, 2, 3], [0, 1, 0], logprob=exact - 0.7, version=0)])
+    assert far.metrics["logprob_gap_outside"] == 1.0
     assert metrics["ratio_mean"] == metrics["ratio_max"] == pytest.approx(math.exp(0.5), abs=1e-5)
     assert metrics["clip_fraction"] == 1.0 and metrics["entropy"] > 3.0
     assert "ce_loss" not in metrics and "kl_reference" not in metrics

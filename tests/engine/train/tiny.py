@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tandem.algorithms.losses import OwnLoss
 from tandem.algorithms.spec import AlgorithmSpec
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
@@ -111,7 +112,11 @@ def train(
 
 
 def gradients(
-    model: CausalLM, spec: AlgorithmSpec, samples: Sequence[Sample], section: TrainSection
+    model: CausalLM,
+    spec: AlgorithmSpec,
+    samples: Sequence[Sample],
+    section: TrainSection,
+    loss: OwnLoss | None = None,
 ) -> dict[str, torch.Tensor]:
     """The step's gradient, read from the first moment of an optimizer without memory and without clipping."""
     compute = ComputeQueue()
@@ -120,7 +125,7 @@ def gradients(
         PublishedWeights(model), compute, train=section, optimizer=still, algorithm=spec, total_steps=1
     )
     try:
-        asyncio.run(engine.step(make_plan(1, samples, spec, section)))
+        asyncio.run(engine.step(make_plan(1, samples, spec, section), loss=loss))
     finally:
         compute.close()
     return {

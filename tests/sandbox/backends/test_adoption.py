@@ -37,7 +37,7 @@ asyncio.run(main())
 def killed_server(folder: Path, grace_s: int) -> tuple[str, str, int]:
     done = subprocess.run(
         [sys.executable, "-c", SERVER, str(folder), str(grace_s)], stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parent, timeout=60,
+        cwd=Path(__file__).parent, timeout=300,
     )
     still, running, keeper = done.stdout.split()
     return still, running, int(keeper)

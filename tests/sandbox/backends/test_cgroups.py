@@ -18,7 +18,8 @@ def test_files_live_in_memory_and_never_starve_the_agent() -> None:
 
 def test_values_of_both_versions(tmp_path: Path) -> None:
     limits = SandboxLimits(memory_bytes=2**30, cpus=0.5, pids=20)
-    for name in ("memory.swap.max", "memory.memsw.limit_in_bytes", "cpu.cfs_quota_us"):
+    names = ("memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes", "cpu.cfs_quota_us")
+    for name in names:
         (tmp_path / name).touch()
     controllers = ("memory", "pids", "cpu")
     ((_, _, unified),) = Cgroups((Group(tmp_path, True, controllers),)).box_folders(1, limits)
@@ -28,7 +29,8 @@ def test_values_of_both_versions(tmp_path: Path) -> None:
     ((folder, _, legacy),) = Cgroups((Group(tmp_path, False, controllers),)).box_folders(7, limits)
     assert folder == str(tmp_path / "box-7")
     assert dict(legacy) == {
-        "memory.limit_in_bytes": str(2**30), "memory.memsw.limit_in_bytes": str(2**30), "pids.max": "36",
+        "memory.limit_in_bytes": str(2**30), "memory.memsw.limit_in_bytes": str(2**30),
+        "memory.kmem.tcp.limit_in_bytes": str(2**28), "pids.max": "36",
         "cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "50000",
     }
     assert list(dict(legacy))[0] == "memory.limit_in_bytes"  # memsw may not be below it

@@ -67,7 +67,7 @@ def test_words() -> None:
 def test_a_live_fork_needs_no_new_kernel(choice: MountChoice) -> None:
     async def heard(process: NamespaceProcess, word: bytes) -> None:
         text = b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             async for piece in process.output(from_start=True):
                 text += piece.data
                 if word in text:

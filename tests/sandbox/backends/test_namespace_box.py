@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from image_pieces import system_layer
 
 from tandem.core.errors import SandboxError, SandboxGone, SandboxUnavailable, SnapshotError
 from tandem.sandbox.abilities import Ability
-from tandem.sandbox.backend import Root, Start
-from tandem.sandbox.backends.freezer import Freezer, has_swap
+from tandem.sandbox.backend import Call, Root, Start
+from tandem.sandbox.backends.freezer import Freezer
 from tandem.sandbox.backends.mounts import MountChoice, MountWay
+from tandem.sandbox.backends.paging import has_swap
 from tandem.sandbox.images.store import LayerStore
 
 every_way = pytest.mark.parametrize("mounts", [
@@ -30,11 +30,11 @@ def test_a_deadline_is_in_the_boxs_running_time() -> None:
     async def main() -> None:
         async with backend() as made:
             box = await made.create(SPEC, timeout_s=20)
-            task = asyncio.create_task(box.call(shell("sleep 0.3; echo end", timeout_s=1.0)))
+            task = asyncio.create_task(box.call(shell("sleep 0.3; echo end", timeout_s=2.0)))
             await asyncio.sleep(0.1)
             await box.pause()
             await box.pause()
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(2.2)
             assert not task.done()
             await box.resume()
             await box.resume()
@@ -82,10 +82,12 @@ def test_kill_ends_a_paused_box_and_its_calls() -> None:
 
 def test_a_cold_pause_says_when_there_is_no_swap() -> None:
     async def main() -> None:
+        if has_swap():
+            pytest.skip("this machine has swap")
         async with backend() as made:
-            assert (Ability.COLD_PAUSE in made.abilities) == has_swap()
+            assert Ability.COLD_PAUSE not in made.abilities
             box = await made.create(SPEC, timeout_s=20)
-            with contextlib.nullcontext() if has_swap() else pytest.raises(SandboxUnavailable, match="swap"):
+            with pytest.raises(SandboxUnavailable, match="swap"):
                 await box.pause(cold=True)
             await box.resume()
             assert await said(box, "echo on") == "on"
@@ -156,6 +158,71 @@ def test_files_in_use_are_copied_not_taken_away(mounts: MountChoice | None) -> N
     asyncio.run(main())
 
 
+WAYS_BACK = {
+    "descriptor": ("f = os.open('f', os.O_RDWR)", "f"),
+    "mapping": ("o = open('f', 'r+b'); m = mmap.mmap(o.fileno(), 3); o.close()", "m[:] = b'BAD'"),
+    "read-only mapping": (
+        "o = open('f', 'r+b'); m = mmap.mmap(o.fileno(), 3); o.close();"
+        " c = ctypes.CDLL(None); a = ctypes.addressof(ctypes.c_char.from_buffer(m)); p = ctypes.c_void_p(a & ~4095);"
+        " c.mprotect(p, 4096, 1)",
+        "c.mprotect(p, 4096, 3); ctypes.memmove(a, b'BAD', 3)",
+    ),
+    "sent": ("f = os.open('f', os.O_RDWR); socket.send_fds(one, [b'x'], [f]); os.close(f)", "received()"),
+    "reopened": ("f = os.open('f', os.O_RDONLY)", "os.open(f'/proc/self/fd/{f}', os.O_RDWR)"),
+    "path only": ("f = os.open('f', os.O_PATH)", "os.open(f'/proc/self/fd/{f}', os.O_RDWR)"),
+    "sent folder": (
+        "f = os.open('.', os.O_RDONLY); socket.send_fds(one, [b'x'], [f]); os.close(f)",
+        "os.open('f', os.O_WRONLY, dir_fd=received())",
+    ),
+}
+WRITER = """
+import ctypes, mmap, os, socket, time
+os.chdir("/tmp")
+one, two = socket.socketpair()
+received = lambda: socket.recv_fds(two, 1, 1)[1][0]
+open("f", "w").write("old")
+{prepare}
+os.chdir("/")
+open("/tmp/ready", "w").close()
+while not os.path.exists("/tmp/go"):
+    time.sleep(0.01)
+try:
+    {later}
+except OSError:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["new", "of a snapshot"])
+@pytest.mark.parametrize("way", WAYS_BACK)
+def test_nobody_writes_to_a_snapshot_that_is_taken(way: str, child: bool) -> None:
+    prepare, later = WAYS_BACK[way]
+    if "os.open" in later or later in ("f", "received()"):
+        later = f"os.write({later}, b'BAD')"
+    code = WRITER.format(prepare=prepare, later=later)
+
+    async def main() -> None:
+        async with backend() as made:
+            box = await made.create(SPEC, timeout_s=20)
+            if child:
+                await said(box, "echo > first")
+                box = await made.create(SPEC, root=(await box.snapshot()).root, timeout_s=20)
+            call = Call(arguments=["python3", "-c", code], timeout_s=20, stdout_cap_bytes=99, stderr_cap_bytes=999)
+            task = asyncio.create_task(box.call(call))
+            while await said(box, "ls /tmp/ready || true") == "" and not task.done():
+                await asyncio.sleep(0.01)
+            frozen = await box.snapshot()
+            await said(box, "touch /tmp/go")
+            outcome = await task
+            assert outcome.code == 0, outcome
+            after = await said(box, "cat /tmp/f")
+            assert after == "old" if outcome.stdout == b"refused\n" else after == "BAD"
+            again = await made.create(SPEC, root=frozen.root, timeout_s=20)
+            assert await said(again, "cat /tmp/f") == "old"
+
+    asyncio.run(main())
+
+
 def test_no_room_for_a_copy_fails_and_leaves_the_box_as_it_was() -> None:
     async def main() -> None:
         async with backend() as made:
@@ -198,7 +265,7 @@ def test_what_it_cannot_is_refused_by_name() -> None:
             with pytest.raises(SandboxUnavailable, match="live snapshot"):
                 await box.snapshot(live=True)
             with pytest.raises(SandboxError, match="live fork"):
-                await box.fork([SPEC], timeout_s=5)
+                await box.fork([SPEC], timeout_s=30)
 
     asyncio.run(main())
 
@@ -228,7 +295,7 @@ def test_a_box_tells_what_it_costs() -> None:
             await said(box, "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; head -c 5242880 /dev/zero > f")
             after = await box.usage()
             assert before.cpu_s is not None and after.cpu_s is not None and after.cpu_s >= before.cpu_s + 0.02
-            assert before.processes == after.processes
+            assert after.processes in (before.processes, (before.processes or 0) + 1)  # its spare shim may be there
             if before.disk_bytes is None:
                 pytest.skip("as an ordinary user its root may not be looked at")
             assert after.disk_bytes is not None and 5242880 <= after.disk_bytes - before.disk_bytes < 6_000_000

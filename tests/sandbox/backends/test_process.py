@@ -11,9 +11,9 @@ import pytest
 
 from tandem.core.boxes import SandboxLimits, SandboxSpec
 from tandem.core.errors import SandboxError, SandboxGone
-from tandem.sandbox.backend import Call, Start, Terminal
+from tandem.sandbox.backend import Call, Outcome, Start, Terminal
 from tandem.sandbox.backends.namespace import NamespaceBackend, NamespaceBox, may_map_ranges
-from tandem.sandbox.backends.process import KEPT_BYTES, NamespaceProcess
+from tandem.sandbox.backends.process import KEPT_BYTES, PIECE_BYTES, NamespaceProcess
 
 SPEC = SandboxSpec(limits=SandboxLimits(memory_bytes=128 * 2**20, disk_bytes=16 * 2**20))
 
@@ -39,7 +39,7 @@ async def everything(process: NamespaceProcess, stream: str = "stdout") -> bytes
 
 
 async def run(box: NamespaceBox, text: str) -> bytes:
-    call = Call(arguments=["/bin/sh", "-c", text], timeout_s=10, stdout_cap_bytes=4096, stderr_cap_bytes=4096)
+    call = Call(arguments=["/bin/sh", "-c", text], timeout_s=30, stdout_cap_bytes=4096, stderr_cap_bytes=4096)
     return (await box.call(call)).stdout
 
 
@@ -131,6 +131,23 @@ def test_nobody_listening_neither_blocks_nor_kills_and_late_listeners_get_the_ke
             break
 
     in_a_box(work)
+
+
+def test_byte_by_byte_output_costs_no_more_than_other() -> None:
+    async def main() -> None:
+        process = NamespaceProcess(1, Start(arguments=["x"]), lambda data: None, lambda: SandboxGone("gone"))
+        for number in range(100_000):
+            process.on_output("stdout", b"%d" % (number % 10))
+            process.on_output("stdout", b"")
+        process.on_end(Outcome(
+            code=0, stdout=b"", stderr=b"", dropped_bytes=0, timed_out=False, started=True, oom_killed=False,
+            duration_s=0.0,
+        ))
+        pieces = [piece async for piece in process.output(from_start=True)]
+        assert len(pieces) <= KEPT_BYTES // PIECE_BYTES and pieces[-1].data == b"9"
+        assert pieces[0].lost_bytes == 100_000 - len(pieces)
+
+    asyncio.run(main())
 
 
 def test_a_slow_listener_hears_how_much_it_missed() -> None:

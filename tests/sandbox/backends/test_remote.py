@@ -122,7 +122,7 @@ def test_a_box_that_ended_at_its_service_is_gone(server: RunningServer) -> None:
                 await asyncio.to_thread(client.delete, f"/sandboxes/{box.id}")
             with pytest.raises(SandboxGone):
                 await running
-            read = Call(kind=CallKind.READ, arguments=["/etc/passwd"], timeout_s=5, stdout_cap_bytes=1,
+            read = Call(kind=CallKind.READ, arguments=["/etc/passwd"], timeout_s=30, stdout_cap_bytes=1,
                         stderr_cap_bytes=1)  # fmt: skip
             with pytest.raises(SandboxGone):
                 await box.call(read)
@@ -135,10 +135,10 @@ def test_no_box_is_left_at_the_service(server: RunningServer) -> None:
         backend = RemoteBackend(Service(url=server.url, key=KEY))
         manager = SandboxManager(SandboxSection(warm=1), NowhereSink(), backend=backend)
         session = await manager.create(SandboxSpec())
-        assert (await session.commands.run("echo well", timeout_s=10)).stdout == "well\n"
+        assert (await session.commands.run("echo well", timeout_s=30)).stdout == "well\n"
         record = await manager.snapshot(session.id)
         copy = await manager.create(SandboxSpec(), snapshot=record.id)
-        assert (await copy.commands.run("ls", timeout_s=10)).exit_code == 0
+        assert (await copy.commands.run("ls", timeout_s=30)).exit_code == 0
         await manager.close()
 
     asyncio.run(main())

@@ -214,11 +214,11 @@ def serving(registry: Registry) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
-        assert started.wait(10) and server.started
+        assert started.wait(30) and server.started
         yield f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(30)
 
 
 def closing(request: Request, data: bytes) -> Response:

@@ -103,7 +103,7 @@ def workers(folder: Path) -> list[int]:
 
 
 def wait_until(reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while not reached():
         assert time.monotonic() < deadline, f"not reached: {what}"
         time.sleep(0.02)
@@ -158,7 +158,7 @@ def test_a_reader_whose_wish_the_dead_worker_had_taken_gets_an_error(layout, tmp
             os.kill(min(workers(tmp_path / "new")), signal.SIGKILL)
             for one in reading:
                 with pytest.raises(OSError) as caught:
-                    one.result(timeout=20)
+                    one.result(timeout=30)
                 assert caught.value.errno == errno.EIO
         finally:
             os.close(place)

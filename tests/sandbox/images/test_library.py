@@ -31,12 +31,11 @@ SYSTEM = system_layer("cat", "ls", "mkdir", "rm", "id", "stat")
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Iterator[ImageLibrary]:
+def library(tmp_path: Path) -> ImageLibrary:
     library = ImageLibrary(tmp_path / "images")
     layout = Image([SYSTEM], compress=bytes, config={"Env": ["BASE=1"]}).write_layout(tmp_path / "layout")
     asyncio.run(library.load(layout, name="base:1"))
-    yield library
-    library.close()
+    return library
 
 
 @pytest.fixture
@@ -89,15 +88,19 @@ def test_an_image_of_a_registry_becomes_a_template(tmp_path):
             assert library.index.get(name) == template, name
         with pytest.raises(SandboxUnavailable, match="not allowed"):
             asyncio.run(library.pull("docker.io/library/x"))
-    root = asyncio.run(library.root(f"{address}/team/app:3"))
-    assert root is not None and not root.host_base and root.environment["PATH"] == "/bin"
+    lease = asyncio.run(library.lend(f"{address}/team/app:3"))
+    assert lease is not None
+    root = lease.root
+    assert not root.host_base and root.environment["PATH"] == "/bin"
     assert (root.user, root.folder) == ("1:2", "/srv") and len(root.layers) == 1
-    assert asyncio.run(library.root("host")) is None
+    assert asyncio.run(library.lend("host")) is None
     assert not library.remove("nobody")
     assert library.remove(f"{address}/team/app:3")
     assert root.layers[0].path.exists()  # in use
-    library.close()
-    library.evict(unneeded=True)
+    asyncio.run(library.tidy())
+    assert root.layers[0].path.exists()
+    lease.release()
+    asyncio.run(library.tidy())
     assert not root.layers[0].path.exists()
     with pytest.raises(SandboxUnavailable, match="no template"):
         library.lease(template.build_id)
@@ -242,7 +245,7 @@ def test_a_box_of_the_namespace_backend_stands_on_an_image(library):
         try:
             box = await backend.create(SandboxSpec(), root=lease.root, timeout_s=20)
             shell = ["/bin/sh", "-c", "echo $BASE; ls /bin; cat /etc/group; ls /etc/hosts"]
-            call = Call(arguments=shell, folder="/", timeout_s=10, stdout_cap_bytes=5000, stderr_cap_bytes=5000)
+            call = Call(arguments=shell, folder="/", timeout_s=30, stdout_cap_bytes=5000, stderr_cap_bytes=5000)
             outcome = await box.call(call)
             return outcome.stdout, outcome.stderr
         finally:
@@ -310,6 +313,18 @@ def test_the_bound_takes_the_longest_unused_template_but_none_in_use(library):
     names = {item.name for item in library.list()}
     assert {"t0", "t2"} <= names and "t1" not in names and library.store.total() <= library.store.max_bytes
     lease.release()
+
+
+def test_a_template_goes_whole_or_not_at_all(library):
+    layers = [library.store.add("", [make_tar([member(f"g{number}", os.urandom(9000))])]) for number in range(2)]
+    library.index.put(Template(build_id="both", layers=[layer.digest for layer in layers]), "both")
+    library.remove("base:1")
+    library.store.max_bytes = 1
+    with library.store.using([layers[1].digest]):
+        library.evict()
+        library.lease("both").release()  # its other layer was not taken from under it
+    library.evict()
+    assert library.index.find("both") is None and library.store.total() == 0
 
 
 def test_a_broken_root_is_an_error_not_an_empty_box(library):

@@ -52,7 +52,7 @@ def test_a_layer_is_kept_once_for_all_who_ask(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
     assert len(calls) == 1 and store.find(sha256(data)) is not None
 
 
@@ -96,7 +96,7 @@ def test_what_is_in_use_stays_also_for_another_process(tmp_path):
         assert not store.remove(used)
     finally:
         holder.kill()  # its hold dies with it
-        holder.communicate(timeout=10)
+        holder.communicate(timeout=30)
     assert store.remove(used) and store.find(used) is None
     with pytest.raises(SandboxError, match="not here any more"), store.using([used]):
         pass

@@ -72,7 +72,7 @@ class Door:
         """Send this to the proxy; all that comes back."""
         reader, writer = await self.connect()
         writer.write(data)
-        found = await asyncio.wait_for(reader.read(), 10)
+        found = await asyncio.wait_for(reader.read(), 30)
         writer.close()
         return found
 
@@ -80,7 +80,7 @@ class Door:
         """By CONNECT: the status line, and the connection."""
         reader, writer = await self.connect()
         writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         return head.split(b"\r\n")[0], reader, writer
 
 

@@ -11,13 +11,15 @@ from network_pieces import Table, server
 
 from tandem.core.boxes import NetworkPolicy
 from tandem.sandbox.network.attempts import Attempt, Attempts
+from tandem.sandbox.network.budget import Budget
 from tandem.sandbox.network.names import Names
-from tandem.sandbox.network.outlet import Outlet, Refused, Unreachable
+from tandem.sandbox.network.outlet import Outlet
 from tandem.sandbox.network.policy import Policy
+from tandem.sandbox.network.refusal import Refused, Unreachable
 
 
 def outlet(policy: NetworkPolicy, table: Table, told: list[Attempt]) -> Outlet:
-    return Outlet(Policy(policy), Names(table), Attempts(told.append))
+    return Outlet(Policy(policy), Names(table), Attempts(told.append), Budget())
 
 
 def test_a_name_that_leads_inside_is_refused_and_one_that_changes_is_asked_once() -> None:

@@ -58,14 +58,14 @@ def test_a_tunnel_of_a_name_passes_tls_for_that_name_only() -> None:
                 assert b"200" in status
                 writer.write(first)
                 with pytest.raises(ConnectionError):
-                    assert await asyncio.wait_for(reader.readexactly(1), 10)
+                    assert await asyncio.wait_for(reader.readexactly(1), 30)
                 writer.close()
             assert heard == [] and [each.why[:4] for each in at.told if not each.allowed] == ["cut:"] * 4
             _, reader, writer = await at.tunnel(f"a.org:{port}")
             for part in (good[:7], good[7:], b"more"):
                 writer.write(part)
                 await asyncio.sleep(0.01)
-            assert await asyncio.wait_for(reader.readexactly(len(good) + 4), 10) == good + b"more"
+            assert await asyncio.wait_for(reader.readexactly(len(good) + 4), 30) == good + b"more"
             writer.close()
 
     asyncio.run(main())
@@ -78,9 +78,9 @@ def test_a_tunnel_of_an_address_passes_anything_and_both_ends() -> None:
             data = bytes(range(256)) * 4000
             writer.write(b"GET it " + data)
             assert b"200" in status
-            assert await asyncio.wait_for(reader.readexactly(7 + len(data)), 10) == b"GET it " + data
+            assert await asyncio.wait_for(reader.readexactly(7 + len(data)), 30) == b"GET it " + data
             writer.write_eof()
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), 30) == b""
 
     asyncio.run(main())
 
@@ -88,8 +88,8 @@ def test_a_tunnel_of_an_address_passes_anything_and_both_ends() -> None:
 async def socks(at: Door, request: bytes) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await at.connect()
     writer.write(b"\x05\x01\x00" + request)
-    assert await asyncio.wait_for(reader.readexactly(2), 10) == b"\x05\x00"
-    reply = await asyncio.wait_for(reader.readexactly(10), 10)
+    assert await asyncio.wait_for(reader.readexactly(2), 30) == b"\x05\x00"
+    reply = await asyncio.wait_for(reader.readexactly(10), 30)
     return reply[1], reader, writer
 
 
@@ -100,7 +100,7 @@ def test_socks_by_address_and_by_name() -> None:
             for place, first in ((b"\x01\x7f\x00\x00\x01", b"anything"), (b"\x03\x05a.org", hello("a.org"))):
                 code, reader, writer = await socks(at, b"\x05\x01\x00" + place + at_port)
                 writer.write(first)
-                assert code == 0 and await asyncio.wait_for(reader.readexactly(len(first)), 10) == first
+                assert code == 0 and await asyncio.wait_for(reader.readexactly(len(first)), 30) == first
                 writer.close()
             mapped = b"\x04" + b"\0" * 10 + b"\xff\xff\xa9\xfe\xa9\xfe"
             for request, wanted in (
@@ -113,6 +113,6 @@ def test_socks_by_address_and_by_name() -> None:
                 assert code == wanted
             reader, writer = await at.connect()
             writer.write(b"\x05\x01\x02")  # a password is all it offers
-            assert await asyncio.wait_for(reader.read(), 10) == b"\x05\xff"
+            assert await asyncio.wait_for(reader.read(), 30) == b"\x05\xff"
 
     asyncio.run(main())

@@ -28,7 +28,7 @@ async def ask(at: Door, data: bytes) -> bytes:
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", at.ports[NAME_PORT]))
         await loop.sock_sendall(client, data)
-        return await asyncio.wait_for(loop.sock_recv(client, 4096), 10)
+        return await asyncio.wait_for(loop.sock_recv(client, 4096), 30)
 
 
 def code(reply: bytes) -> tuple[int, int, int]:

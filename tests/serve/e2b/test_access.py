@@ -64,3 +64,19 @@ def test_the_secret_is_kept_and_private(tmp_path):
     made = kept_secret(path)
     assert len(made) == 32 and kept_secret(path) == made
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_an_actor_is_named_without_its_secret():
+    keys = [make_key(), make_key()]
+    access = Access(keys, b"secret")
+
+    def actor(**headers):
+        raw = [(name.encode().replace(b"_", b"-"), value.encode()) for name, value in headers.items()]
+        return access.actor({"type": "http", "headers": raw, "client": ("10.0.0.7", 4711)})
+
+    named = [actor(x_api_key=key) for key in keys]
+    assert named[0] != named[1] and all(one.endswith(" from 10.0.0.7") for one in named)
+    assert named[0] == actor(authorization=f"Bearer {keys[0]}") == f"{access.name_of(keys[0])} from 10.0.0.7"
+    assert named[0] == f"{Access(keys, b'secret').name_of(keys[0])} from 10.0.0.7"  # also after a restart
+    assert not any(part in named[0] for part in (keys[0], keys[0][4:12], keys[0][-8:]))
+    assert actor(x_access_token=access.box_token("b")) == "token from 10.0.0.7"

@@ -46,7 +46,7 @@ def test_use_resumes_a_box_that_says_so(client: Client):
 
 def test_its_time_passes_and_it_pauses(client: Client):
     made = client.start_box(timeout=1, autoPause=True)
-    path, deadline = f"/sandboxes/{made['sandboxID']}", time.monotonic() + 15
+    path, deadline = f"/sandboxes/{made['sandboxID']}", time.monotonic() + 30
     try:
         while (shown := client.get(path)).status_code == 200 and shown.json()["state"] != "paused":
             assert time.monotonic() < deadline, shown.text
@@ -107,7 +107,7 @@ def test_a_live_fork_has_the_running_command(client: Client, own: Message):
 
 def test_a_server_in_the_box_is_reached(client: Client, own: Message):
     server = shell("echo inside > index.html; exec python3 -m http.server 8088 --bind 127.0.0.1")
-    headers, deadline = client.to(own, port=8088), time.monotonic() + 20
+    headers, deadline = client.to(own, port=8088), time.monotonic() + 30
     with client.streaming(own, "process.Process/Start", server) as messages:
         next(messages)
         while (answer := client.get("/index.html", headers=headers)).status_code == 502:

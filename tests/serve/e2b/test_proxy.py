@@ -159,7 +159,7 @@ class Socket:
 
     async def hear(self):
         while not self.seen:
-            self.wire.receive_data(await asyncio.wait_for(self.reader.read(65536), 5) or None)
+            self.wire.receive_data(await asyncio.wait_for(self.reader.read(65536), 30) or None)
             self.seen += self.wire.events()
         return self.seen.pop(0)
 

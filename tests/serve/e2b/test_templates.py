@@ -136,3 +136,26 @@ def test_a_step_that_makes_no_sense_fails_the_build_with_a_reason(client: Client
     status = wait_for(client, f"{build}/status")
     assert status["status"] == "error" and "not uploaded" in status["reason"]["message"]
     assert client.post("/v2/sandboxes", json={"templateID": "bad"}).status_code == 404
+
+
+def built(client, name, **asked):
+    made = client.post("/v3/templates", json={"name": name}).json()
+    build = f"/templates/{made['templateID']}/builds/{made['buildID']}"
+    step = {"type": "ENV", "args": ["BUILT", name]}
+    assert client.post(f"/v2{build}", json={"fromTemplate": "base", "steps": [step], **asked}).status_code == 202
+    return wait_for(client, f"{build}/status")
+
+
+def test_a_warm_template_has_its_modules_imported(client: Client):
+    assert built(client, "warm", warm=["colorsys", "xml.dom"])["status"] == "ready"
+    made = client.start_box(templateID="warm")
+    code = "import sys; print({'colorsys', 'xml.dom'} <= set(sys.modules), 'colorsys' in globals())"
+    told = client.post("/execute", json={"code": code}, headers=client.to(made, port=49999)).text
+    assert "True False" in told
+    client.delete(f"/sandboxes/{made['sandboxID']}")
+    assert "no name of" in built(client, "bad-warm", warm=["os; x"])["reason"]["message"]
+    assert built(client, "no-warm", warm=["no_such_module"])["status"] == "ready"
+    before = len(client.get("/v2/sandboxes").json())
+    refused = client.post("/v2/sandboxes", json={"templateID": "no-warm"})
+    assert refused.status_code == 409 and "no_such_module" in refused.json()["message"]
+    assert len(client.get("/v2/sandboxes").json()) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.core.types import ToolCall, ToolFailure, ToolSpec
-from tandem.text.parsers.llama import FORMAT, TAG
+from tandem.text.parsers.llama import FORMAT, JSON, TAG
 
 TOOLS = [ToolSpec(name="edit", description="Edit.", parameters={"type": "object", "properties": {}})]
 GOOD = '{"name": "edit", "parameters": {"path": "a", "line": 3}}'
@@ -58,3 +58,22 @@ def test_what_is_written_is_read_back():
 def test_calls_in_thoughts_are_thoughts():
     assert FORMAT.parse(f"<think>{GOOD}</think>{GOOD}", TOOLS).calls[0].id == "call_0"
     assert FORMAT.parse(f"<think>{GOOD}", TOOLS).calls == ()
+
+
+def test_plain_json_writes_arguments_and_reads_both():
+    calls = (ToolCall(id="call_0", name="edit", arguments={"line": 3}),)
+    written = JSON.write("", calls, TOOLS)
+    assert '"arguments": ' in written and JSON.parse(written, TOOLS).calls == calls == JSON.parse(
+        FORMAT.write("", calls, TOOLS), TOOLS
+    ).calls
+    assert '"arguments": <object' in JSON.explain(TOOLS) and not JSON.is_native("tools")
+
+
+def test_plain_json_reads_a_list_of_calls():
+    call = GOOD.replace("parameters", "arguments")
+    for text in (f"[{call}, {call}]", f"So. [\n  {call},\n  {call}\n]\n"):
+        found = JSON.parse(text, TOOLS)
+        assert found.content == text[: text.find("[")].strip() and not found.failures
+        assert [each.id for each in found.calls] == ["call_0", "call_1"]
+    assert JSON.parse("[1, 2]", TOOLS).content == "[1, 2]"
+    assert JSON.parse(f"[[{call}]]", TOOLS).content == "["

@@ -19,17 +19,17 @@ from pathlib import Path
 from tandem.core.cache import cache_folder, make_folder
 from tandem.core.errors import EngineError, boundary
 
-UNITS = ("attention", "decoder", "head", "moving", "projection", "rows")
+UNITS = ("attention", "decoder", "head", "moving", "projection", "rows", "whole")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in UNITS)
-HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("kernels", "vectors"))
+HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("kernels", "moving", "vectors"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 120
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels; None where there is no C compiler or no OpenMP runtime to join (the PyTorch reference
-    does the work then). Broken source is an error, not a fallback."""
+    """The loaded kernels; None where there is no C compiler or no OpenMP runtime to join (PyTorch's own
+    operations do the work then). Broken source is an error, not a fallback."""
     compiler = shutil.which("gcc") or shutil.which("clang")
     runtime = _openmp_runtime()
     if compiler is None or runtime is None:

@@ -30,6 +30,8 @@ typedef struct {
   const int64_t *starts;
   const int32_t *counts;
   int64_t num_layers, rows, hidden, heads, groups, size, mlp, offset, activation, threads, road;
+  uint8_t *high, *low;                  /* scratch, with WHOLE: [rows, the most inputs in whole tiles of 64] */
+  float *row_scales;
   float eps, scale;
 } Decoder;
 
@@ -38,7 +40,7 @@ int omp_get_num_threads(void); /* not by its header, which clang may lack */
 /* ---- a team's meetings */
 
 #define SPINS 2000
-#define PHASES 8
+#define PHASES 10
 
 typedef struct {
   int64_t taken __attribute__((aligned(64)));
@@ -90,6 +92,14 @@ static void between(const Decoder *d, int64_t row, const uint16_t *post, const u
   norm_row(x, next, normed, d->hidden, d->eps, (int)d->offset, BFLOAT16);
 }
 
+static int64_t whole_size(const Decoder *d, int64_t ins) { return d->road & WHOLE ? (ins + 63) / 64 * 64 : ins; }
+
+/* A row of ``ins`` numbers as projections of whole numbers read it. */
+static void halve(const Decoder *d, const uint16_t *x, int64_t ins, int64_t row) {
+  const int64_t padded = whole_size(d, ins);
+  whole_row(x + row * ins, ins, padded, d->high + row * padded, d->low + row * padded, d->row_scales + row);
+}
+
 /* Queries and keys are normed and turned in place; keys and values go to their slots. */
 static void place(const Decoder *d, const Layer *l, int64_t row) {
   const int64_t size = d->size, heads = d->heads, groups = d->groups;
@@ -108,8 +118,8 @@ static void place(const Decoder *d, const Layer *l, int64_t row) {
 static Projection projecting(const Decoder *d, const uint16_t *x, const uint16_t *packed, const uint16_t *bias,
                              void *out, int64_t ins, int64_t outs, int64_t kind) {
   return (Projection){.x = x, .packed = packed, .out = out, .bias = bias, .x_row = ins, .out_row = outs, .m = d->rows,
-                      .n = outs, .k = ins, .threads = d->threads, .road = d->road, .kind = kind,
-                      .activation = d->activation};
+                      .n = outs, .k = whole_size(d, ins), .threads = d->threads, .road = d->road, .kind = kind,
+                      .activation = d->activation, .high = d->high, .low = d->low, .row_scales = d->row_scales};
 }
 
 static Attention attending(const Decoder *d, const Layer *l) {
@@ -125,14 +135,30 @@ static Attention attending(const Decoder *d, const Layer *l) {
   for (int64_t unit; (unit = __atomic_fetch_add(&(counter)->taken, 1, __ATOMIC_RELAXED)) < (count);)
 
 static void run_projection(Projection p, Counter *counter) {
+  if (p.road & WHOLE) {
+    const int64_t units = whole_units(&p);
+    TAKE(counter, units) whole_project(&p, unit);
+    return;
+  }
   const int64_t units = projection_units(&p);
   TAKE(counter, units) project(&p, unit);
+}
+
+/* What a projection reads is written; with WHOLE it is brought to whole numbers first. */
+static void made(const Decoder *d, const uint16_t *x, int64_t ins, Counter *counter, Team *team) {
+  meet(team);
+  if (!(d->road & WHOLE)) return;
+  TAKE(counter, d->rows) halve(d, x, ins, unit);
+  meet(team);
 }
 
 static void run_layer(const Decoder *d, const Layer *l, const uint16_t *post_before, Counter *counters, Team *team,
                       float *scratch, int64_t padded) {
   const int64_t query = d->heads * d->size, qkv = query + 2 * d->groups * d->size;
-  TAKE(counters, d->rows) between(d, unit, post_before, l->attention_norm);
+  TAKE(counters, d->rows) {
+    between(d, unit, post_before, l->attention_norm);
+    if (d->road & WHOLE) halve(d, d->normed, d->hidden, unit);
+  }
   meet(team);
   run_projection(projecting(d, d->normed, l->qkv, l->qkv_bias, d->qkv, d->hidden, qkv, STORE), counters + 1);
   meet(team);
@@ -140,15 +166,18 @@ static void run_layer(const Decoder *d, const Layer *l, const uint16_t *post_bef
   meet(team);
   const Attention a = attending(d, l);
   TAKE(counters + 3, d->rows * d->groups) attend(&a, unit / d->groups, unit % d->groups, scratch, padded);
-  meet(team);
+  made(d, d->attended, query, counters + 8, team);
   uint16_t *out = l->attention_post ? d->normed : d->x;
   run_projection(projecting(d, d->attended, l->out, l->out_bias, out, query, d->hidden, l->attention_post ? STORE : ADD),
                  counters + 4);
   meet(team);
-  TAKE(counters + 5, d->rows) between(d, unit, l->attention_post, l->mlp_norm);
+  TAKE(counters + 5, d->rows) {
+    between(d, unit, l->attention_post, l->mlp_norm);
+    if (d->road & WHOLE) halve(d, d->normed, d->hidden, unit);
+  }
   meet(team);
   run_projection(projecting(d, d->normed, l->gate_up, l->gate_up_bias, d->inner, d->hidden, d->mlp, GATE), counters + 6);
-  meet(team);
+  made(d, d->inner, d->mlp, counters + 9, team);
   out = l->mlp_post ? d->normed : d->x;
   run_projection(projecting(d, d->inner, l->down, l->down_bias, out, d->mlp, d->hidden, l->mlp_post ? STORE : ADD),
                  counters + 7);

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.kernels.impl.cpu import whole
 from tandem.kernels.impl.cpu.build import library
 from tandem.kernels.impl.cpu.native import ACTIVATIONS
 from tandem.kernels.impl.cpu.projection import INS
@@ -37,6 +38,7 @@ class _Decoder(ctypes.Structure):
         + [(name, c_void_p) for name in ("write_slots", "slots", "starts", "counts")]
         + [(name, c_int64) for name in ("num_layers", "rows", "hidden", "heads", "groups", "size", "mlp", "offset",
                                         "activation", "threads", "road")]
+        + [(name, c_void_p) for name in ("high", "low", "row_scales")]
         + [("eps", c_float), ("scale", c_float)]
     )  # fmt: skip
 
@@ -104,6 +106,7 @@ def decode(
     )
     slots, starts, counts = (each.contiguous() for each in index)
     write_slots_T = write_slots_T.contiguous()
+    high, low, row_scales = whole.scratch(rows, max(shape.hidden, query, shape.mlp) if road & whole.WHOLE else 0)
     tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
     pairs = [tables[0], tables[-1]]
     told = _Decoder(
@@ -114,8 +117,8 @@ def decode(
         write_slots=write_slots_T.data_ptr(), slots=slots.data_ptr(), starts=starts.data_ptr(),
         counts=counts.data_ptr(), num_layers=len(layers.array), rows=rows, hidden=shape.hidden, heads=shape.heads,
         groups=shape.groups, size=shape.size, mlp=shape.mlp, offset=shape.offset,
-        activation=ACTIVATIONS.index(shape.activation), threads=torch.get_num_threads(), road=road, eps=shape.eps,
-        scale=shape.scale,
+        activation=ACTIVATIONS.index(shape.activation), threads=torch.get_num_threads(), road=road,
+        high=high.data_ptr(), low=low.data_ptr(), row_scales=row_scales.data_ptr(), eps=shape.eps, scale=shape.scale,
     )  # fmt: skip
     if library().decode(ctypes.byref(told)):
         raise MemoryError("scratch memory of the decoder")

@@ -26,7 +26,8 @@ typedef struct {
 HIDDEN int64_t attention_longest(const Attention *a);
 HIDDEN int64_t attention_scratch(const Attention *a, int64_t padded);
 /* Projections of bfloat16 rows. */
-enum { TILES = 1, PAIRS = 2 };          /* instructions: of whole tiles (AMX), of pairs of numbers (AVX512_BF16) */
+/* Instructions: of whole tiles (AMX), of pairs of numbers (AVX512_BF16); WHOLE beside them: weights in whole numbers. */
+enum { TILES = 1, PAIRS = 2, WHOLE = 4 };
 enum { STORE = 0, ADD = 1, GATE = 2 };  /* what becomes of a sum */
 typedef struct {
   const uint16_t *x, *packed;
@@ -36,11 +37,18 @@ typedef struct {
   int64_t m, n, k;        /* k is a multiple of 32; with GATE the weight has 2 n outputs, n a multiple of 16 */
   int64_t wide;           /* sums are written as float32, rounded to bfloat16 all the same */
   int64_t threads, road, kind, activation;
+  const uint8_t *high, *low; /* with WHOLE: rows in two halves, [m, k], and their scales; k is a multiple of 64 */
+  const float *row_scales;
 } Projection;
 HIDDEN int64_t projection_units(const Projection *p);
 HIDDEN void project(const Projection *p, int64_t unit);
 /* What a thread calls behind its last unit. */
 HIDDEN void projection_end(const Projection *p);
+
+/* With WHOLE (whole.c). */
+HIDDEN int64_t whole_units(const Projection *p);
+HIDDEN void whole_project(const Projection *p, int64_t unit);
+HIDDEN void whole_row(const uint16_t *x, int64_t k, int64_t padded, uint8_t *high, uint8_t *low, float *scale);
 
 /* One row and group of query heads. */
 HIDDEN void attend(const Attention *a, int64_t row, int64_t group, float *scratch, int64_t padded);

@@ -21,6 +21,7 @@ static uint8_t in[FRAME_MAX + FRAME_HEAD], out[OUT_SIZE], chunk[CHUNK];
 static size_t in_length, out_start, out_length;
 static int sock, rights[MAX_RIGHTS]; /* sockets for the supervisor: they go out before the frames that name them */
 static size_t num_rights;
+static bool has_worked;
 
 static size_t out_free(void) { return OUT_SIZE - out_length; }
 
@@ -102,8 +103,9 @@ static bool is_shim(pid_t pid) {
 
 /* Ends everything that belongs to no running command. */
 static void kill_strays(void) {
-    pid_t shims[MAX_COMMANDS];
+    pid_t shims[MAX_COMMANDS + 1];
     size_t count = 0;
+    if (command_spare()) shims[count++] = command_spare();
     for (int i = 0; i < MAX_COMMANDS; i++)
         if (commands[i].used && !commands[i].exited) shims[count++] = commands[i].shim;
     tree_kill_strays(shims, count);
@@ -121,7 +123,7 @@ static void note_exit(struct command *command, int code) {
     }
 }
 
-/* What the shims of long-lived commands say; before their ends are noticed, for a word outlives its shim. */
+/* What shims say; before their ends are noticed, for a word outlives its shim. */
 static void hear(struct command *command) {
     struct shim_word word;
     while (command->status >= 0 && read(command->status, &word, sizeof word) == sizeof word) {
@@ -143,7 +145,7 @@ static void reap(void) {
     pid_t pid;
     bool strays = false;
     while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
-        for (int i = 0; i < MAX_COMMANDS; i++) {
+        for (int i = 0; i < MAX_COMMANDS && !command_lost(pid); i++) {
             struct command *command = &commands[i];
             if (!command->used || command->gone || command->shim != pid) continue;
             hear(command);
@@ -161,6 +163,7 @@ static void on_run(uint32_t id, struct cursor c, uint32_t work_id, bool switch_u
     for (int i = 0; i < MAX_COMMANDS && !command; i++)
         if (!commands[i].used) command = &commands[i];
     struct command none = { 0 };
+    has_worked = true;
     if (!command) command = &none;
     *command = (struct command){ .used = true, .id = id, .pipe = { -1, -1 }, .input = -1, .status = -1,
                                  .started_us = now_us() };
@@ -391,6 +394,14 @@ static void keep_deadlines(uint32_t work_id, bool switch_user) {
         if (overdue(&commands[i], now)) kill_command(&commands[i], TIMED_OUT);
 }
 
+/* Time for the next command's shim; a box that never had a command needs none. A live fork copies a process that has
+ * nothing beside it, so beside one that runs there is no spare. */
+static bool idle_again(void) {
+    for (int i = 0; i < MAX_COMMANDS; i++)
+        if (commands[i].used && !commands[i].exited) return false;
+    return has_worked;
+}
+
 static int64_t next_deadline(void) {
     int64_t next = INT64_MAX;
     for (int i = 0; i < MAX_COMMANDS; i++)
@@ -464,6 +475,8 @@ void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes
     sigset_t mask;
     sigfillset(&mask);
     sigprocmask(SIG_SETMASK, &mask, NULL);
+    struct sigaction plain = { .sa_handler = SIG_DFL }; /* commands find them so, too: nobody changes them after this */
+    for (int number = 1; number < 32; number++) sigaction(number, &plain, NULL);
     sigemptyset(&mask);
     sigaddset(&mask, SIGCHLD);
     sigaddset(&mask, SIGUSR1); /* from a shim that found the box full */
@@ -479,6 +492,7 @@ void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes
         size_t count = gather(sources, owners);
         sources[0] = (struct pollfd){ sock, POLLIN | (out_length ? POLLOUT : 0), 0 };
         sources[1] = (struct pollfd){ signals, POLLIN, 0 };
+        if (idle_again()) command_prepare(work_id, switch_user);
         poll(sources, count, wait_ms(watch_bytes));
         if (sources[0].revents & (POLLIN | POLLHUP | POLLERR)) {
             receive();

@@ -29,7 +29,7 @@ enum { RUN = 1, STDIN = 2, KILL = 3, SIGNAL = 4, RESIZE = 5, CONNECT = 6, LISTEN
        QUIET = 8, /* and back: it stands between two frames until it hears the next */ SLEPT = 15 };
 enum { HELLO = 16, FAIL = 17, STDOUT = 18, STDERR = 19, EXIT = 20, STDIN_ACK = 21,     /* from it */
        STARTED = 22, SOCKET = 23 };
-enum { AS_ROOT = 1, LONG_LIVED = 2, ON_TERMINAL = 4 };                              /* options of RUN */
+enum { AS_ROOT = 1, LONG_LIVED = 2, ON_TERMINAL = 4, AS_OTHER = 8 };                              /* options of RUN */
 enum { TIMED_OUT = 1, OUT_OF_MEMORY = 2, NOT_STARTED = 4, KILLED = 8 };             /* flags of EXIT */
 
 /* ---- what a create message says; pointers go into the message */
@@ -61,6 +61,9 @@ int root_overlay(const struct box_root *root, const struct box_spec *spec, int u
 int root_upper(const struct box_root *root); /* a detached mount of the upper as it is */
 bool root_untouched(const struct box_root *root); /* nothing was written since its last snapshot */
 void root_drop(struct box_root *root);
+/* As the box's own root on the host, who makes its user namespace and so owns it; all powers stay. Then back. */
+bool root_become(const struct box_spec *spec);
+void root_return(void);
 void root_forget_bases(void);
 
 /* ---- mounts.c: detached mounts, and what this kernel needs to make overlays of them */
@@ -73,12 +76,15 @@ void mounts_lose(int fd);
 int mounts_overlay(const int *parts, int num_lower, const char *upper, const char *work, bool trusted);
 const char *mounts_reason(void);
 bool mounts_map_ids(void);
+bool mounts_alone(bool nested); /* this process gets a mount namespace of its own */
 const char *mounts_probe(const char *ways, const char *folder, bool trusted, bool *maps, char *found);
 
 /* ---- push.c: a running box's upper becomes a layer, and a new one takes its place. The working folder of process
  * ``movable`` is not in the way: the caller moves it. */
-const char *push_refusal(pid_t agent, const char *cgroup, pid_t movable); /* why open files forbid it, or NULL */
-const char *push_mount(pid_t agent, int overlay, struct cursor ops);
+const char *push_refusal(pid_t agent, const char *cgroup, pid_t movable); /* why open files forbid it, or NULL: then its
+                                                                            * root is read-only until push_layer */
+struct box;
+const char *push_layer(struct box *box, const struct box_spec *spec, char *path, size_t size); /* whose name it writes */
 
 /* ---- keeper.c */
 enum { MAX_CGROUPS = 8 };
@@ -103,7 +109,24 @@ struct box {
     bool ending;         /* its agent was sent the signal */
 };
 int keeper_main(int control_fd, pid_t supervisor, bool one_id, int listener, int grace_s, const char *ways, const char *folder);
-const char *box_enter_cgroups(const struct box *box, struct cursor c, bool unified_too);
+void keeper_tell(char kind, uint32_t id, const void *data, size_t length);
+struct box *keeper_box(uint32_t id);            /* that lives; or NULL */
+const char *box_group(const struct box *box);   /* one that names all its processes; or NULL */
+
+/* ---- birth.c: NULL or the failed step */
+bool box_read_spec(struct cursor c, struct box_spec *spec);
+const char *box_make(const struct box_spec *spec, struct box *box, int agent_fd);
+const char *box_make_cgroups(struct box *box, struct cursor c, int *unified_fd);
+const char *box_enter_cgroups(const struct box *box, struct cursor c);
+int box_user_namespace(const struct box_spec *spec, pid_t pid); /* -1: none of its own */
+
+/* ---- snapshots.c, handover.c */
+void snapshot_take(uint32_t id);
+void snapshot_merged(uint32_t id, const char *path, const char *first, uint32_t count);
+void snapshot_hold(uint32_t id, const char *folder);
+size_t snapshot_place(const struct box *box, char *answer, size_t size);
+int handover_accept(int listener, int *owner); /* the next supervisor's control socket, or -1 */
+void handover_tell(int control, const struct box *boxes, const char *mounts_found);
 
 /* ---- branch.c: a copy of a held process in a box of its own; graft.c: what is mounted there. NULL or the failed step.
  * What its agent must know of it: */
@@ -124,7 +147,7 @@ const char *graft_mounted(struct graft *graft);
 const char *graft_end(struct graft *graft);
 
 /* ---- setup.c: also in parts for graft.c; ``fd`` hears in words what failed, and the process ends */
-void box_main(const struct box_spec *spec, int agent_fd, int go_fd) __attribute__((noreturn));
+void box_main(const struct box_spec *spec, int agent_fd, int go_fd, const int *entries) __attribute__((noreturn));
 void steps_open(struct cursor ops, int fd);
 void steps_apply(void); /* below the working folder */
 void raise_loopback(void);
@@ -134,13 +157,20 @@ void agent_place(int agent_fd, int *pipes); /* its socket is its only file, but 
 
 /* ---- filter.c, agent.c, files.c */
 const char *filter_install(void); /* NULL or the failed step */
+#define GROUND_MARK ".tandem-tmp"
 int guest_main(uint32_t work_id); /* guest.c */
+int ground_main(int control, const char *ways, const char *hidden, const char *place, bool fresh, char **command); /* ground.c */
 void agent_main(int fd, uint32_t work_id, bool switch_user, uint64_t watch_bytes, const struct carried *carried)
     __attribute__((noreturn));
 
 enum { FILE_WRITE = 'w', FILE_READ = 'r', FILE_LIST = 'l', FILE_EXEC = 'x' };
 enum { ENTRY_STAT = 's', ENTRY_LIST = 'e', ENTRY_MAKE = 'm', ENTRY_MOVE = 'v', ENTRY_REMOVE = 'd' };
 int entry_operation(int kind, char **arguments); /* entries.c; the same */
+#define FILES_NAME "box-files" /* the name of a process that does one: it is in the way of no live fork */
+enum { STREAM_READ = 'R', STREAM_WATCH = 'i' };
+int stream_operation(int kind, char **arguments); /* stream.c; of long-lived commands; the same */
+int stream_put(const char *data, size_t length);         /* on stdout; 0 or an errno */
+int watch_folders(const char *path, bool recursive);     /* watch.c; 0 when the folder is gone */
 int make_parents(const char *path);
 int file_operation(int kind, const char *path, uint64_t max_bytes); /* in the box as its user: 0 or an errno */
 
@@ -150,7 +180,7 @@ struct command {
     uint32_t id;
     pid_t shim, main;            /* main: 0 until a long-lived command runs */
     bool is_long, on_terminal;
-    int status;                  /* what the shim of a long-lived command tells: see command.c; -1 otherwise */
+    int status;                  /* what its shim tells: see shim.c; -1: its exit code says all */
     int pipe[2], input;          /* stdout and stderr to read, stdin to write; -1 when closed */
     uint64_t cap[2], sent[2], dropped[2];
     size_t rest[2];              /* when exited: what the pipes still held at that time */
@@ -164,9 +194,13 @@ enum { STDIN_WINDOW = 256 * 1024 };
 int64_t now_us(void);
 bool command_start(struct command *command, struct cursor message, uint32_t work_id, bool switch_user); /* or errno */
 void command_close(struct command *command);
+void command_prepare(uint32_t work_id, bool switch_user); /* a spare shim, so that the next one starts at once */
+bool command_lost(pid_t pid);                             /* whether it was the spare that ended */
+pid_t command_spare(void);                                /* 0: there is none */
 
-/* What a shim says of a long-lived command, in one write each. */
-struct shim_word { uint8_t kind; int32_t value; }; /* 'P' pid, 'E' errno of a failed start, 'S' exit code */
+/* What a shim says, in one write each. */
+struct shim_word { uint8_t kind; int32_t value; }; /* 'S' exit code; of a long-lived command 'P' pid, 'E' errno of a
+                                                    * failed start, too */
 
 /* ---- terminal.c, ports.c: false or -1, and errno */
 bool terminal_open(int *master, int *slave, uint32_t owner, uint32_t columns, uint32_t rows);

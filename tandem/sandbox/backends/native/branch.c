@@ -38,21 +38,25 @@ static const char *failed(const char *step, long result) {
 
 /* Processes count against a user of the user namespaces above, too: without this a copy's would be its parent's. The
  * control group counts them in any case. */
-static void lift_limit(const struct hold *hold) {
+static void lift_limit(const struct hold *hold, const struct box_spec *spec) {
     pid_t pids[] = { hold->agent.pid, hold->between, hold->target };
     struct rlimit limit;
-    for (int i = 0; i < 3; i++) {
+    bool owner = root_become(spec); /* a container's root often lacks this one power over others */
+    for (int i = 0; owner && i < 3; i++) {
         if (!pids[i] || prlimit(pids[i], RLIMIT_NPROC, NULL, &limit)) continue;
         limit.rlim_cur = limit.rlim_max;
         prlimit(pids[i], RLIMIT_NPROC, &limit, NULL);
     }
+    root_return();
 }
 
 static void set_limit(const struct box_spec *spec, pid_t pid) {
     struct rlimit limit;
-    if (prlimit(pid, RLIMIT_NPROC, NULL, &limit)) return;
-    limit.rlim_cur = spec->num_processes < limit.rlim_max ? spec->num_processes : limit.rlim_max;
-    prlimit(pid, RLIMIT_NPROC, &limit, NULL);
+    if (root_become(spec) && !prlimit(pid, RLIMIT_NPROC, NULL, &limit)) {
+        limit.rlim_cur = spec->num_processes < limit.rlim_max ? spec->num_processes : limit.rlim_max;
+        prlimit(pid, RLIMIT_NPROC, &limit, NULL);
+    }
+    root_return();
 }
 
 /* Ids are mapped from the parent's user namespace: in a process that goes there and does not come back. */
@@ -131,10 +135,9 @@ static const char *make_copy(struct hold *hold, int pipes[3][2], struct carried 
     long flags = CLONE_VM | (hold->tid_at ? CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID : 0);
     uint64_t at = hold->scratch + AT_ADDRESS;
     struct { struct clone_args arguments; int32_t number; } asked = {
-        /* Its old number, where that is free: shells remember theirs. */
         { .flags = flags, .child_tid = hold->tid_at, .exit_signal = SIGCHLD, .set_tid_size = 1,
           .set_tid = at + offsetof(__typeof__(asked), number) },
-        hold->inner,
+        hold->number,
     };
     long result = -ENOSYS;
     if (trace_write(&first, at, &asked, sizeof asked))
@@ -207,11 +210,17 @@ static const char *brief_agent(int listener, int agent_fd, const struct carried 
     return good ? NULL : failed("brief its agent", 0);
 }
 
-/* The copy's own streams, folder and session, and what its C library told the kernel; then it has no powers. */
+/* The copy's own streams, folder and session, and what its C library told the kernel; then it has the
+ * powers that its parent has in its own box: none, but for the box's root. */
 static const char *settle_copy(struct hold *hold, int pipes[3][2]) {
     uint64_t at = hold->scratch;
     struct __user_cap_header_struct head = { _LINUX_CAPABILITY_VERSION_3, 0 };
-    struct { struct __user_cap_header_struct head; struct __user_cap_data_struct none[2]; } powers = { .head = head };
+    uint64_t most = agent_powers(true), permitted = hold->permitted & most, effective = hold->effective & most;
+    struct { struct __user_cap_header_struct head; struct __user_cap_data_struct data[2]; } powers = {
+        head,
+        { { .permitted = (uint32_t)permitted, .effective = (uint32_t)effective },
+          { .permitted = (uint32_t)(permitted >> 32), .effective = (uint32_t)(effective >> 32) } },
+    };
     if (!trace_write(&copy, at + AT_POWERS, &powers, sizeof powers) ||
         !trace_write(&copy, at + AT_FOLDER, hold->folder, strlen(hold->folder) + 1))
         return failed("write its memory", 0);
@@ -259,7 +268,7 @@ static const char *raise_branch(struct hold *hold, struct box *box, const struct
     first.saved = hold->main.saved;
     box->pid = first.pid;
     set_limit(spec, first.pid);
-    const char *error = box_enter_cgroups(box, spec->cgroups, true);
+    const char *error = box_enter_cgroups(box, spec->cgroups);
     if (!error) error = map_ids(hold->target, first.pid);
     if (!error) error = graft_begin(&graft, box, spec);
     if (!error) error = prepare_first(hold, pipes);
@@ -278,7 +287,7 @@ const char *branch_make(struct hold *hold, struct box *box, const struct box_spe
     const char *error = NULL;
     first = copy = (struct traced){ 0 };
     trace_begin();
-    lift_limit(hold);
+    lift_limit(hold, spec);
     /* Its parent is its maker's parent: the maker has no child that it does not know of. */
     hold->main.born = 0;
     long result = trace_call(&hold->main, __NR_clone, NEW_SPACES | CLONE_PARENT | SIGCHLD, 0, 0, 0, 0);

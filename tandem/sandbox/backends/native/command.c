@@ -1,7 +1,6 @@
-/* Starts one command. Agent -> shim -> command: the shim is a child subreaper in front of the command, so that all
- * its descendants stay below the shim; it waits for the command only, and ends with its exit code. The shim of a
- * long-lived command with a deadline tells the code and stays while anything is below it: the deadline is theirs. */
+/* The agent's side of one command: its streams, and the process that becomes its shim, a spare one or a new one. */
 #include "box.h"
+#include "shim.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
@@ -17,17 +16,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_STRINGS = 4096, MOST_FDS = 1024 };
-
-struct plan { /* what the child does; strings are in the message */
-    int kind;
-    uint64_t max_bytes;
-    const char *folder;
-    char *argv[MAX_STRINGS], *envp[MAX_STRINGS];
-    uint32_t work_id;
-    bool switch_user, is_long, on_terminal, lingers;
-};
 static struct plan plan;
+static struct spare spare = { .fd = -1 };
 
 int64_t now_us(void) {
     struct timespec now;
@@ -43,122 +33,14 @@ static bool read_strings(struct cursor *c, char **into) {
     return !c->bad;
 }
 
-/* Written by the child between vfork and exec, in the memory it shares with the shim. */
-static volatile int failed_errno;
-static const char *volatile failed_step;
-
-static void give_up(const char *step) {
-    failed_errno = errno;
-    failed_step = step;
-    _exit(126);
-}
-
-/* Own identity, no powers, default signals; then the program or the file operation. */
-static void become_command(void) {
-    struct sigaction plain = { .sa_handler = SIG_DFL };
-    sigset_t none;
-    sigemptyset(&none);
-    for (int number = 1; number < 32; number++) sigaction(number, &plain, NULL);
-    sigprocmask(SIG_SETMASK, &none, NULL);
-    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0); /* so that the next line may write its own file; exec sets it anyway */
-    write_file("/proc/self/oom_score_adj", "500", 3);
-    setpriority(PRIO_PROCESS, 0, 0);
-    if (plan.switch_user && (syscall(__NR_setresgid, plan.work_id, plan.work_id, plan.work_id) ||
-                             syscall(__NR_setresuid, plan.work_id, plan.work_id, plan.work_id)))
-        give_up("become the box's user");
-}
-
-static void run_program(void) {
-    if (chdir(plan.folder)) give_up(plan.folder);
-    const char *path = "/usr/local/bin:/usr/bin:/bin";
-    for (char **entry = plan.envp; *entry; entry++)
-        if (!strncmp(*entry, "PATH=", 5)) path = *entry + 5;
-    setenv("PATH", path, 1); /* execvpe searches the caller's PATH */
-    execvpe(plan.argv[0], plan.argv, plan.envp);
-    give_up(plan.argv[0]);
-}
-
-static pid_t try_start(void) {
-    failed_errno = 0;
-    failed_step = "start the command";
-    pid_t child = vfork(); /* shares this process's memory until exec: nothing here is needed afterwards */
-    if (child == 0) {
-        setsid();
-        if (plan.on_terminal && ioctl(0, TIOCSCTTY, 0)) give_up("take the terminal");
-        become_command();
-        run_program();
-    }
-    if (child < 0) failed_errno = errno;
-    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0); /* the child had to lift it, in our shared memory */
-    if (child > 0 && failed_errno) waitpid(child, NULL, 0);
-    return failed_errno ? -1 : child;
-}
-
-enum { STATUS_FD = 3 };
-
-static void tell(uint8_t kind, int32_t value) {
-    struct shim_word word = { kind, value };
-    if (plan.is_long && write(STATUS_FD, &word, sizeof word) < 0) _exit(125);
-}
-
-static void shim(void) {
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
-    prctl(PR_SET_NAME, "box-shim");
-    setsid();
-    pid_t child;
-    for (int tries = 0; (child = try_start()) < 0 && failed_errno == EAGAIN && tries < 40; tries++) {
-        kill(1, SIGUSR1); /* the box is full: the agent ends what was left in the background */
-        usleep(5000);
-    }
-    if (child < 0) {
-        tell('E', failed_errno);
-        char text[512];
-        int length = snprintf(text, sizeof text, "box: %s: %s\n", failed_step, strerror(failed_errno));
-        if (length >= (int)sizeof text) length = sizeof text - 1;
-        if (write(2, text, length) < 0) _exit(125);
-        _exit(failed_errno == ENOENT && failed_step == plan.argv[0] ? 127 : 126);
-    }
-    for (int fd = 0; fd < 3; fd++) close(fd);
-    tell('P', child);
-    for (int code = 125;;) {
-        int status;
-        pid_t pid = waitpid(-1, &status, 0);
-        if (pid == child) {
-            code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-            tell('S', code);
-            if (!plan.lingers) _exit(code);
-        }
-        if (pid < 0 && errno != EINTR) _exit(code);
-    }
-}
-
-static void child_main(int in, int out, int error, int status) {
-    dup2(in, 0);
-    dup2(out, 1);
-    dup2(error, 2);
-    if (status >= 0) { /* never below 4: the agent's socket is 3 */
-        dup2(status, STATUS_FD);
-        fcntl(STATUS_FD, F_SETFD, FD_CLOEXEC);
-    }
-    int first = status >= 0 ? STATUS_FD + 1 : STATUS_FD;
-    if (syscall(__NR_close_range, first, ~0u, 0)) /* gVisor has no such call: all that an agent can have open */
-        for (int fd = first; fd < MOST_FDS; fd++) close(fd);
-    if (plan.kind == FILE_EXEC) shim();
-    become_command();
-    if (chdir(plan.folder)) _exit(errno);
-    int result = file_operation(plan.kind, plan.argv[0], plan.max_bytes);
-    _exit(result == ENOSYS ? entry_operation(plan.kind, plan.argv) : result);
-}
-
 static void close_all(int (*pairs)[2], int count) {
     for (int i = 0; i < count; i++)
         for (int end = 0; end < 2; end++)
             if (pairs[i][end] >= 0) close(pairs[i][end]);
 }
 
-/* Pairs: stdin, stdout, stderr, status; [i][0] is read, [i][1] written. A terminal is stdin and stdout at once. */
+/* Pairs: stdin, stdout, stderr; [i][0] is read, [i][1] written. A terminal is stdin and stdout at once. */
 static bool open_pairs(int (*pairs)[2], bool has_input, uint32_t columns, uint32_t rows) {
-    if (plan.is_long && pipe2(pairs[3], O_CLOEXEC)) return false;
     if (!plan.on_terminal)
         return !pipe2(pairs[1], O_CLOEXEC) && !pipe2(pairs[2], O_CLOEXEC) && (!has_input || !pipe2(pairs[0], O_CLOEXEC));
     uint32_t owner = plan.switch_user ? plan.work_id : (uint32_t)geteuid();
@@ -168,51 +50,99 @@ static bool open_pairs(int (*pairs)[2], bool has_input, uint32_t columns, uint32
     return pairs[0][0] >= 0 && pairs[0][1] >= 0;
 }
 
-bool command_start(struct command *command, struct cursor c, uint32_t work_id, bool switch_user) {
-    int pairs[4][2] = { { -1, -1 }, { -1, -1 }, { -1, -1 }, { -1, -1 } };
-    plan.kind = get_u8(&c);
-    uint32_t timeout_ms = get_u32(&c); /* 0: none */
-    command->cap[0] = plan.max_bytes = get_u64(&c);
-    command->cap[1] = get_u64(&c);
-    bool has_input = get_u8(&c);
-    uint8_t options = get_u8(&c);
-    uint32_t columns = get_u32(&c), rows = get_u32(&c);
-    plan.folder = get_str(&c, NULL);
-    plan.work_id = work_id;
-    plan.switch_user = switch_user && !(options & AS_ROOT);
-    command->is_long = plan.is_long = options & LONG_LIVED;
-    command->on_terminal = plan.on_terminal = options & ON_TERMINAL;
-    plan.lingers = plan.is_long && timeout_ms;
+bool plan_read(struct plan *plan, struct cursor *c, uint32_t work_id, bool switch_user) {
+    plan->kind = get_u8(c);
+    plan->timeout_ms = get_u32(c);
+    plan->max_bytes = get_u64(c);
+    plan->max_error_bytes = get_u64(c);
+    plan->has_input = get_u8(c);
+    uint8_t options = get_u8(c);
+    plan->columns = get_u32(c);
+    plan->rows = get_u32(c);
+    plan->folder = get_str(c, NULL);
+    plan->work_id = work_id;
+    plan->switch_user = switch_user && !(options & AS_ROOT);
+    plan->is_long = options & LONG_LIVED;
+    plan->on_terminal = options & ON_TERMINAL;
+    plan->lingers = plan->is_long && plan->timeout_ms;
     errno = E2BIG;
-    if (!read_strings(&c, plan.argv) || !read_strings(&c, plan.envp) || !plan.argv[0]) return false;
+    if (!read_strings(c, plan->argv) || !read_strings(c, plan->envp) || !plan->argv[0]) return false;
+    plan->num_ids = options & AS_OTHER ? get_u32(c) : 0;
+    if (plan->num_ids > MOST_IDS || plan->num_ids == 1) return false;
+    for (uint32_t i = 0; i < plan->num_ids; i++) plan->ids[i] = get_u32(c);
+    if (c->bad) return false;
     errno = EPERM;
-    if ((options & AS_ROOT) && !switch_user) return false; /* there is one id only */
+    return !(options & (AS_ROOT | AS_OTHER)) || switch_user; /* else there is one id only */
+}
 
-    bool good = open_pairs(pairs, has_input, columns, rows);
+/* ``pairs``: the child's ends are taken from them, and ours stay. */
+static pid_t start_anew(int (*pairs)[2], bool good) {
     pid_t pid = good ? fork() : -1;
     if (pid == 0)
-        child_main(pairs[0][0] >= 0 ? pairs[0][0] : 0, pairs[1][1], plan.on_terminal ? pairs[1][1] : pairs[2][1],
-                   pairs[3][1]);
-    if (pid < 0) {
+        shim_main(&plan, pairs[0][0] >= 0 ? pairs[0][0] : 0, pairs[1][1], plan.on_terminal ? pairs[1][1] : pairs[2][1],
+                  pairs[3][1]);
+    return pid;
+}
+
+/* False: there is none that can take it; then nothing was lost. */
+static bool start_spare(struct command *command, int (*pairs)[2], struct cursor message) {
+    int streams[3] = { pairs[0][0], pairs[1][1], plan.on_terminal ? pairs[1][1] : pairs[2][1] };
+    if (spare.fd < 0) return false;
+    bool taken = spare_send(&spare, message, streams);
+    if (taken) command->shim = spare.pid, command->status = spare.fd;
+    else close(spare.fd); /* and it ends */
+    spare = (struct spare){ .fd = -1 };
+    return taken;
+}
+
+bool command_start(struct command *command, struct cursor c, uint32_t work_id, bool switch_user) {
+    int pairs[4][2] = { { -1, -1 }, { -1, -1 }, { -1, -1 }, { -1, -1 } };
+    struct cursor message = c;
+    bool sound = plan_read(&plan, &c, work_id, switch_user);
+    command->is_long = plan.is_long;
+    if (!sound) return false;
+    command->cap[0] = plan.max_bytes;
+    command->cap[1] = plan.max_error_bytes;
+    command->on_terminal = plan.on_terminal;
+    bool good = open_pairs(pairs, plan.has_input, plan.columns, plan.rows);
+    if (!good || !start_spare(command, pairs, message)) {
+        good = good && (!plan.is_long || !pipe2(pairs[3], O_CLOEXEC));
+        command->shim = start_anew(pairs, good);
+        command->status = pairs[3][0];
+    }
+    if (command->shim < 0) {
         int error = errno;
         close_all(pairs, 4);
+        command->shim = 0;
+        command->status = -1;
         errno = error;
         return false;
     }
     for (int i = 0; i < 4; i++)
         if (pairs[i][i == 0 ? 0 : 1] >= 0) close(pairs[i][i == 0 ? 0 : 1]);
-    command->shim = pid;
     command->is_shim = plan.kind == FILE_EXEC;
     command->input = pairs[0][1];
-    command->status = pairs[3][0];
     for (int i = 0; i < 2; i++) command->pipe[i] = pairs[i + 1][0];
     int ours[] = { command->pipe[0], command->pipe[1], command->input, command->status };
     for (int i = 0; i < 4; i++)
         if (ours[i] >= 0) fcntl(ours[i], F_SETFL, O_NONBLOCK);
     command->started_us = now_us();
-    command->deadline_us = timeout_ms ? command->started_us + (int64_t)timeout_ms * 1000 : INT64_MAX;
+    command->deadline_us = plan.timeout_ms ? command->started_us + (int64_t)plan.timeout_ms * 1000 : INT64_MAX;
     return true;
 }
+
+void command_prepare(uint32_t work_id, bool switch_user) {
+    if (spare.fd < 0) spare = spare_make(work_id, switch_user);
+}
+
+bool command_lost(pid_t pid) {
+    if (!spare.pid || pid != spare.pid) return false;
+    close(spare.fd);
+    spare = (struct spare){ .fd = -1 };
+    return true;
+}
+
+pid_t command_spare(void) { return spare.pid; }
 
 void command_close(struct command *command) {
     for (int i = 0; i < 2; i++)

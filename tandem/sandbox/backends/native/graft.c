@@ -30,7 +30,9 @@ static const char *failed(const char *step) {
     return text;
 }
 
-/* A file system with the program and the socket, made once; its mount in a box is read-only. */
+/* A file system with the program and the socket, made once; its mount in a box is read-only. Nobody in a box may read
+ * the program, only run it: so its memory belongs to the host for the kernel, and code of the parent, which has all
+ * powers in the new box, cannot look into the agent there or change it. */
 static int tool = -1, door = -1;
 
 static bool make_tool(void) {
@@ -38,7 +40,7 @@ static bool make_tool(void) {
     struct sockaddr_un address = { .sun_family = AF_UNIX };
     if (tool >= 0) return true;
     int made = root_tmpfs(16 << 20, 16), from = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
-    int to = made < 0 ? -1 : openat(made, "agent", O_WRONLY | O_CREAT | O_CLOEXEC, 0555);
+    int to = made < 0 ? -1 : openat(made, "agent", O_WRONLY | O_CREAT | O_CLOEXEC, 0111);
     ssize_t length = -1;
     while (from >= 0 && to >= 0 && (length = read(from, chunk, sizeof chunk)) > 0)
         if (write(to, chunk, length) != length) break;

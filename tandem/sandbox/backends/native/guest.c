@@ -9,5 +9,6 @@ int guest_main(uint32_t work_id) {
     if (sock < 0 || nowhere < 0) return 1;
     for (int fd = 0; fd < 3; fd++)
         if (dup2(nowhere, fd) < 0) return 1;
+    rmdir("/tmp/" GROUND_MARK);
     agent_main(sock, work_id, true, 0, NULL);
 }

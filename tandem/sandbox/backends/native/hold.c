@@ -32,7 +32,7 @@ static const char *say(const char *format, ...) {
     return text;
 }
 
-struct facts { pid_t inner, parent; int threads; bool dead, traps; char name[20]; };
+struct facts { pid_t inner, parent; int threads; bool dead, traps; char name[20]; unsigned long long permitted, effective; };
 
 static bool learn(pid_t pid, struct facts *facts) {
     char path[64], status[4096];
@@ -47,11 +47,22 @@ static bool learn(pid_t pid, struct facts *facts) {
         sscanf(line, "Threads:\t%d", &facts->threads);
         sscanf(line, "SigBlk:\t%llx", &blocked);
         sscanf(line, "SigIgn:\t%llx", &ignored);
+        sscanf(line, "CapPrm:\t%llx", &facts->permitted);
+        sscanf(line, "CapEff:\t%llx", &facts->effective);
         if (!strncmp(line, "State:\tZ", 8) || !strncmp(line, "State:\tX", 8)) facts->dead = true;
         if (!strncmp(line, "NSpid:", 6) && strrchr(line, '\t')) facts->inner = atoi(strrchr(line, '\t'));
     }
     facts->traps = (blocked | ignored) >> (SIGTRAP - 1) & 1;
     return facts->inner > 0;
+}
+
+/* A shell remembers its number, and its copy must have it. All else must not: libraries tell by it that they are a copy,
+ * and seed their random generators anew (OpenSSL does). */
+static bool is_shell(const char *name) {
+    static const char *const shells[] = { "sh", "bash", "rbash", "dash", "ash", "busybox", "zsh", "ksh", "mksh", "fish", "tcsh", "csh" };
+    for (size_t i = 0; i < sizeof shells / sizeof *shells; i++)
+        if (!strcmp(name, shells[i])) return true;
+    return false;
 }
 
 /* The process with this number in the box, if it is the only one beside the agent and its shim. */
@@ -68,6 +79,7 @@ static const char *find(struct hold *hold, pid_t agent, const char *cgroup, pid_
     while (fgets(line, sizeof line, members)) {
         pid_t pid = atoi(line);
         if (pid == agent || pid <= 0 || !learn(pid, &facts) || facts.dead) continue;
+        if (facts.parent == agent && !strcmp(facts.name, FILES_NAME)) continue;
         if (facts.inner == inner) main = pid, own = facts;
         else if (num_others < 4) others[num_others++] = pid;
     }
@@ -81,7 +93,9 @@ static const char *find(struct hold *hold, pid_t agent, const char *cgroup, pid_
     if (own.threads > 1) return say("its process %d (%s) has %d threads: only one of them could be copied", inner, own.name, own.threads);
     if (own.traps) return say("its process %d (%s) blocks or ignores SIGTRAP", inner, own.name);
     hold->target = main;
-    hold->inner = inner;
+    hold->number = is_shell(own.name) ? inner : inner + 1;
+    hold->permitted = own.permitted;
+    hold->effective = own.effective;
     return NULL;
 }
 
@@ -143,16 +157,26 @@ static const char *look_at_files(struct hold *hold) {
     return problem;
 }
 
+/* Memory that is shared now or, being no file, can be again: a page that nobody may write at the moment may be made
+ * writable in both. A file that was opened for writing keeps its box from becoming a layer. */
+static bool is_shared(const char *rights, const char *name) {
+    if (rights[3] != 's') return false;
+    size_t length = strlen(name);
+    return rights[1] == 'w' || *name != '/' || (length > 10 && !strcmp(name + length - 10, " (deleted)"));
+}
+
 static const char *look_at_memory(struct hold *hold) {
-    char path[64], line[PATH_MAX + 128];
+    static char line[PATH_MAX + 128], name[PATH_MAX];
+    char path[64];
     snprintf(path, sizeof path, "/proc/%d/maps", hold->target);
     FILE *maps = fopen(path, "re");
     if (!maps) return "it is gone";
     const char *problem = NULL;
     while (!problem && fgets(line, sizeof line, maps)) {
-        char rights[8] = "", name[200] = "";
-        if (sscanf(line, "%*s %7s %*s %*s %*s %199[^\n]", rights, name) >= 1 && rights[1] == 'w' && rights[3] == 's')
-            problem = say("it shares memory that it writes (%s)", *name ? name : "anonymous");
+        char rights[8] = "";
+        *name = 0;
+        if (sscanf(line, "%*s %7s %*s %*s %*s %4095[^\n]", rights, name) >= 1 && is_shared(rights, name))
+            problem = say("it shares memory that it writes (%.200s)", *name ? name : "anonymous");
     }
     fclose(maps);
     return problem;

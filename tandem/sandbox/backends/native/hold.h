@@ -8,7 +8,8 @@ enum { SCRATCH = 2048, FOLDER_MAX = 1024, MAX_ON_TERMINAL = 8 };
 struct hold {
     struct traced main, shim, agent;
     pid_t target, between;     /* the process that is copied; its shim, 0 if it has none */
-    pid_t inner;               /* its number in the box */
+    pid_t number;              /* what a copy shall have in its box */
+    uint64_t permitted, effective; /* its powers, which a copy has in its box */
     int nice;                  /* what it has when it is not held */
     int streams[3];            /* where its 0, 1 and 2 lead: -1 nowhere that matters, 1 for 2: the same as stdout */
     int on_terminal[MAX_ON_TERMINAL], num_on_terminal; /* descriptors that lead to its one terminal, 0 among them ... */

@@ -15,6 +15,8 @@ int main(int argc, char **argv) {
     }
     if (argc == 2 && !strcmp(argv[1], "agent")) return branch_agent();
     if (argc == 3 && !strcmp(argv[1], "guest")) return guest_main(atoi(argv[2]));
+    if (argc > 7 && !strcmp(argv[1], "ground"))
+        return ground_main(atoi(argv[2]), argv[3], argv[4], argv[5], !strcmp(argv[6], "fresh"), argv + 7);
     fprintf(stderr, "tandem-box: started by tandem, not by hand\n");
     return 2;
 }

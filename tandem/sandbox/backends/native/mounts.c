@@ -221,3 +221,18 @@ const char *mounts_probe(const char *ways, const char *folder, bool trusted, boo
     if (userns >= 0) close(userns);
     return error;
 }
+
+/* Not root of the machine: mounts are ours to make in a user namespace of our own, with our one id. */
+bool mounts_alone(bool nested) {
+    char line[64];
+    int uid = geteuid(), gid = getegid();
+    if (unshare(CLONE_NEWNS | (nested ? CLONE_NEWUSER : 0))) return false;
+    if (nested) {
+        write_file("/proc/self/setgroups", "deny", 4);
+        int length = snprintf(line, sizeof line, "%d %d 1", gid, gid);
+        if (!write_file("/proc/self/gid_map", line, length)) return false;
+        length = snprintf(line, sizeof line, "%d %d 1", uid, uid);
+        if (!write_file("/proc/self/uid_map", line, length)) return false;
+    }
+    return !mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL);
+}

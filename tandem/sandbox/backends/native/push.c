@@ -1,6 +1,9 @@
 /* Keeper side: the O(1) snapshot. A box at rest gets a new, empty upper over its old one, which nothing can write
- * any more: a new overlay is put in place of the old root, with everything that was mounted on it. Processes keep
- * their working folders only where these are the root itself or lie on other mounts; push_refusal looks. */
+ * any more: a new overlay is put in place of the old root, with everything that was mounted on it, and the old one is
+ * made read-only by the kernel. That fails where anything of it is open for writing, also a mapping without a
+ * descriptor or a descriptor on its way through a socket; and whoever kept a way to an old file cannot open it for
+ * writing later. Processes keep their working folders only where these are the root itself or lie on other mounts;
+ * push_refusal looks. */
 #include "box.h"
 #include <ctype.h>
 #include <dirent.h>
@@ -8,12 +11,14 @@
 #include <fcntl.h>
 #include <linux/mount.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static char text[512];
@@ -25,8 +30,8 @@ static bool same_namespace(const char *pid, ino_t space) {
     return !stat(path, &info) && info.st_ino == space;
 }
 
-/* What of a process lies on the old root: its working folder (unless it is the root), files open for writing,
- * folders. What it reads stays as it was. */
+/* What of a process lies on the old root and would be stale: its working folder (unless it is the root), folders that
+ * it holds. What it reads stays as it was. */
 static const char *look(const char *pid, dev_t device, ino_t root, pid_t movable) {
     char path[400];
     struct stat info;
@@ -39,17 +44,32 @@ static const char *look(const char *pid, dev_t device, ino_t root, pid_t movable
     while (folder && !found && (entry = readdir(folder))) {
         if (!isdigit((unsigned char)entry->d_name[0])) continue;
         snprintf(path, sizeof path, "/proc/%.16s/fd/%.16s", pid, entry->d_name);
-        if (stat(path, &info) || info.st_dev != device) continue;
-        struct stat link;
-        if (S_ISDIR(info.st_mode)) found = "a folder that a process holds open";
-        else if (!lstat(path, &link) && link.st_mode & S_IWUSR) found = "a file that a process writes";
+        if (!stat(path, &info) && info.st_dev == device && S_ISDIR(info.st_mode)) found = "a folder that a process holds open";
     }
     if (folder) closedir(folder);
     return found;
 }
 
-/* ``cgroup`` NULL: there is none, and all processes of the machine are asked for their mounts. */
-const char *push_refusal(pid_t agent, const char *cgroup, pid_t movable) {
+/* The mount of a box's root becomes read-only, or writable again. Its processes are at rest. */
+static const char *turn(pid_t agent, unsigned long read_only) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/ns/mnt", agent);
+    int space = open(path, O_RDONLY | O_CLOEXEC), status = 0;
+    if (space < 0) return "the box is gone";
+    unsigned long flags = MS_REMOUNT | MS_BIND | MS_NOSUID | MS_NODEV | read_only;
+    pid_t pid = vfork(); /* two calls, and no copy of the page tables */
+    if (pid == 0) _exit(setns(space, CLONE_NEWNS) || mount(NULL, "/", NULL, flags, NULL) ? errno : 0);
+    close(space);
+    if (pid < 0 || waitpid(pid, &status, 0) != pid || !WIFEXITED(status)) return "a helper process failed";
+    if (!WEXITSTATUS(status)) return NULL;
+    if (WEXITSTATUS(status) == EBUSY) return "a file that a process writes";
+    snprintf(text, sizeof text, "its root does not become read-only: %s", strerror(WEXITSTATUS(status)));
+    return text;
+}
+
+/* Processes of the box that would keep something stale. ``cgroup`` NULL: there is none, and all processes of the machine
+ * are asked for their mounts. */
+static const char *stale(pid_t agent, const char *cgroup, pid_t movable) {
     char path[64];
     struct stat info, root;
     snprintf(path, sizeof path, "/proc/%d/ns/mnt", agent);
@@ -78,6 +98,11 @@ const char *push_refusal(pid_t agent, const char *cgroup, pid_t movable) {
     return found;
 }
 
+const char *push_refusal(pid_t agent, const char *cgroup, pid_t movable) {
+    const char *found = stale(agent, cgroup, movable);
+    return found ? found : turn(agent, MS_RDONLY);
+}
+
 static int steps(int space, int overlay, struct cursor c) {
     if (setns(space, CLONE_NEWNS)) return 1;
     /* Held until this process ends: taking a large root apart takes milliseconds, and nobody waits for it. */
@@ -98,7 +123,7 @@ static int steps(int space, int overlay, struct cursor c) {
     return umount2(".", MNT_DETACH) ? 6 : 0;
 }
 
-const char *push_mount(pid_t agent, int overlay, struct cursor ops) {
+static const char *push_mount(pid_t agent, int overlay, struct cursor ops) {
     static const char *const names[] = { "", "enter its mounts", "mount the root", "move a mount", "enter the root",
                                          "pivot_root", "leave the old root" };
     char path[64];
@@ -118,4 +143,39 @@ const char *push_mount(pid_t agent, int overlay, struct cursor ops) {
     if (heard && !answer[0]) return NULL;
     snprintf(text, sizeof text, "%s: %s", heard ? names[answer[0]] : "a helper process", strerror(answer[1]));
     return text;
+}
+
+static const char *push(struct box *box, const struct box_spec *spec, char *path, size_t size) {
+    if (box->root.num_layers == MAX_LAYERS) return "it has too many layers";
+    const char *error = NULL;
+    int upper = root_upper(&box->root);
+    if (upper < 0) return "its upper cannot be opened";
+    snprintf(path, size, "/proc/%d/fd/%d", getpid(), upper);
+    struct layer *layer = layer_take(path, "", 'f', upper, false); /* this one is the snapshot's */
+    if (!layer) return "no memory";
+    struct box_root next = box->root;
+    next.generation++;
+    memmove(next.layers + 1, next.layers, next.num_layers++ * sizeof *next.layers);
+    next.layers[0] = layer;
+    int userns = box_user_namespace(spec, box->pid);
+    int overlay = root_overlay(&next, spec, userns, box->trusted, &error);
+    if (userns >= 0) close(userns);
+    if (overlay >= 0) {
+        error = push_mount(box->pid, overlay, spec->ops);
+        close(overlay);
+        if (error) kill(box->pid, SIGKILL); /* half moved: nobody may see it */
+    }
+    if (error) {
+        layer_drop(layer);
+        return error;
+    }
+    layer->references++;
+    box->root = next;
+    return NULL;
+}
+
+const char *push_layer(struct box *box, const struct box_spec *spec, char *path, size_t size) {
+    const char *error = push(box, spec, path, size);
+    if (error) turn(box->pid, 0);
+    return error;
 }

@@ -181,15 +181,25 @@ void root_forget_bases(void) {
 }
 
 /* ---- overlays */
-static bool powers(bool up) { /* changing fsuid away from 0 takes the file powers: they are put back */
+static bool powers(void) { /* changing an id away from 0 takes them: they are put back */
     struct __user_cap_header_struct head = { _LINUX_CAPABILITY_VERSION_3, 0 };
     struct __user_cap_data_struct data[2];
     if (syscall(__NR_capget, &head, data)) return false;
-    for (int i = 0; up && i < 2; i++) data[i].effective = data[i].permitted;
+    for (int i = 0; i < 2; i++) data[i].effective = data[i].permitted;
     return !syscall(__NR_capset, &head, data);
 }
 
-/* Of the box's layers (top first) and its upper number ``generation``, which is made. Returns the detached mount. */
+bool root_become(const struct box_spec *spec) {
+    if (spec->id_count <= 1 || spec->outer_uid == geteuid()) return true;
+    return !syscall(__NR_setresuid, -1, spec->outer_uid, -1) && powers();
+}
+
+void root_return(void) {
+    if (geteuid() != getuid() && syscall(__NR_setresuid, -1, getuid(), -1)) abort(); /* never on with another's id */
+}
+
+/* Of the box's layers (top first) and its upper number ``generation``, which is made, or was by a try that failed. Returns the
+ * detached mount. */
 int root_overlay(const struct box_root *root, const struct box_spec *spec, int userns, bool trusted, const char **error) {
     char name[64], work[64];
     int parts[MAX_LAYERS + 2], count = 0, made = -1, base = -1;
@@ -197,7 +207,7 @@ int root_overlay(const struct box_root *root, const struct box_spec *spec, int u
     if (*error) return -1;
     snprintf(name, sizeof name, "upper%u", root->generation);
     snprintf(work, sizeof work, "work%u", root->generation);
-    if (mkdirat(root->tmpfs, name, 0755) || mkdirat(root->tmpfs, work, 0700)) {
+    if ((mkdirat(root->tmpfs, name, 0755) && errno != EEXIST) || (mkdirat(root->tmpfs, work, 0700) && errno != EEXIST)) {
         *error = say("make", name);
         return -1;
     }
@@ -211,14 +221,14 @@ int root_overlay(const struct box_root *root, const struct box_spec *spec, int u
         if (spec->id_count > 1) {
             setfsgid(spec->outer_gid);
             setfsuid(spec->outer_uid);
-            powers(true);
+            powers();
         }
         made = mounts_overlay(parts, count++, name, work, trusted);
         int keep = errno;
         if (spec->id_count > 1) {
             setfsuid(0);
             setfsgid(0);
-            powers(true);
+            powers();
         }
         errno = keep;
         if (made < 0) *error = say("mount overlay", mounts_reason());

@@ -47,6 +47,7 @@ static void check(bool good, const char *step, const char *what) {
 }
 
 enum { MAX_OPS = 256 };
+#define MOST_TERMINALS "64" /* the machine has 4096, for all */
 struct op { uint8_t kind; const char *path, *argument; uint32_t length, mode; int tree; };
 static struct op ops[MAX_OPS];
 
@@ -78,7 +79,8 @@ static int detached(const char *kind, const char *const *options, uint64_t attri
 
 /* The host's trees are opened before our tmpfs hides anything of the host; ``all``: what else is mounted, too. */
 static void open_trees(size_t count, bool all) {
-    static const char *const plain[] = { NULL }, *const terminals[] = { "ptmxmode", "0666", "mode", "0620", NULL };
+    static const char *const plain[] = { NULL }, *const terminals[] = { "ptmxmode", "0666", "mode", "0620", "max", MOST_TERMINALS,
+                                                                                 NULL };
     for (size_t i = 0; i < count; i++) {
         struct op *op = &ops[i];
         if (all && op->kind == 'p')
@@ -125,7 +127,7 @@ static void apply(const struct op *op) {
             attach(op);
             break;
         }
-        check(!mount("devpts", op->path, "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620"), "mount",
+        check(!mount("devpts", op->path, "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,max=" MOST_TERMINALS), "mount",
               op->path);
         break;
     case 'm': /* hide a file, where there is one */
@@ -282,9 +284,10 @@ void agent_place(int agent_fd, int *pipes) {
     check(!syscall(__NR_close_range, next, ~0u, 0), "close", "inherited files");
 }
 
-void box_main(const struct box_spec *spec, int agent_fd, int go_fd) {
+void box_main(const struct box_spec *spec, int agent_fd, int go_fd, const int *entries) {
     bool switch_user = spec->id_count > 1;
     report_fd = agent_fd;
+    for (; *entries >= 0; entries++) check(write(*entries, "0", 1) == 1, "enter", "a control group"); /* before memory */
     int overlay = await_root(go_fd);
     if (switch_user) check(!setgroups(0, NULL), "drop", "groups");
     uint32_t own = switch_user ? 0 : spec->work_id;

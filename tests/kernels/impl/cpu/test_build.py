@@ -28,7 +28,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_only_one_pool_of_threads_is_in_the_process(own_cache: Path):
-    out = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, check=True, timeout=120)
+    out = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, check=True, timeout=300)
     assert out.stdout.split() == ["True", "1", "0"]
 
 

@@ -32,3 +32,25 @@ def test_what_cannot_be(client: Client, box: Message):
         "Content-Type": "application/proto"})  # fmt: skip
     assert answer.status_code == 415
     assert ask(client, box, "GetWatcherEvents", watcherId="none").json()["code"] == "not_found"
+
+
+def test_a_watched_folder(client: Client, box: Message):
+    client.run(box, "mkdir -p /tmp/seen")
+    with client.streaming(box, "filesystem.Filesystem/WatchDir", {"path": "/tmp/seen", "recursive": True}) as messages:
+        assert next(messages) == {"start": {}}
+        client.run(box, "mkdir /tmp/seen/new; echo x > /tmp/seen/new/f")
+        told = {("", "")}
+        while ("new/f", "EVENT_TYPE_CREATE") not in told:
+            event = next(messages).get("filesystem", {})
+            told.add((event.get("name", ""), event.get("type", "")))
+    watcher = ask(client, box, "CreateWatcher", path="/tmp/seen").json()["watcherId"]
+    client.run(box, "rm -r /tmp/seen/new; echo x > /tmp/seen/last")
+    polled: list[tuple[str, str]] = []
+    for _ in range(2000):
+        events = ask(client, box, "GetWatcherEvents", watcherId=watcher).json()["events"]
+        polled += [(event["name"], event["type"]) for event in events]
+        if ("last", "EVENT_TYPE_WRITE") in polled:
+            break
+    assert polled.index(("new", "EVENT_TYPE_REMOVE")) < polled.index(("last", "EVENT_TYPE_CREATE"))
+    assert ask(client, box, "RemoveWatcher", watcherId=watcher).json() == {}
+    assert ask(client, box, "WatchDir", path="/tmp/none").status_code != 200

@@ -105,3 +105,22 @@ def test_an_interrupt_ends_the_cell(kernel):
     kernel.process.send_signal(signal.SIGINT)  # nothing runs: nothing is lost
     time.sleep(0.1)
     assert kernel.run("y")[0]["text"] == "5"
+
+
+def test_between_cells_it_is_one_thread_with_three_streams(kernel):
+    def threads_and_pipes():
+        place = Path(f"/proc/{kernel.process.pid}")
+        pipes = sum("pipe:" in str(fd.readlink()) for fd in (place / "fd").iterdir())
+        return len(list((place / "task").iterdir())), pipes
+
+    assert said(kernel.run("print(1)")) == "1\n" and threads_and_pipes() == (1, 2)
+    kernel.run("import threading; e = threading.Event(); t = threading.Thread(target=e.wait, daemon=True); t.start()")
+    assert threads_and_pipes()[0] > 1  # it may still write: it must not write to who reads the events
+    assert said(kernel.run("print(2); e.set(); t.join()")) == "2\n" and threads_and_pipes() == (1, 2)
+
+
+def test_what_a_cell_left_running_is_still_heard(kernel):
+    kernel.run("import subprocess; p = subprocess.Popen(['sh', '-c', 'read x; echo late'], stdin=subprocess.PIPE)")
+    assert said(kernel.run("p.stdin.write(b'x\\n'); p.stdin.close(); p.wait(); print('done')")) in (
+        "late\ndone\n", "done\nlate\n",
+    )  # fmt: skip

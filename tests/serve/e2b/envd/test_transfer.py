@@ -50,3 +50,18 @@ def test_what_cannot_be(client: Client, box: Message):
     assert put(client, box, "/proc/none/x", b"x").status_code in (403, 404)
     assert put(client, box, "a\0b", b"x").status_code == 400
     assert client.delete("/files", params={"path": "x"}, headers=client.to(box)).status_code == 405
+
+
+def test_a_large_file_of_any_user_passes_in_parts(client: Client, box: Message):
+    block = os.urandom(2**20)
+    root = client.to(box, user="root") | {"Content-Type": "application/octet-stream"}
+    sent = client.post("/files", params={"path": "/root/large"}, content=(block for _ in range(24)), headers=root)
+    assert sent.status_code == 200, sent.text
+    with client.stream("GET", "/files", params={"path": "/root/large"}, headers=root) as answer:
+        assert answer.status_code == 200
+        got = b"".join(answer.iter_bytes())
+    assert got == block * 24
+    assert client.run(box, "stat -c %U /root/large")["stdout"] == b"root\n"
+    head = client.head("/files", params={"path": "/root/large"}, headers=root)
+    assert head.status_code == 200 and not head.content
+    assert client.head("/files", params={"path": "/root/none"}, headers=root).status_code == 404

@@ -1,0 +1,1 @@
+"""Kernels in PyTorch's own operations: for every device that has no kernels of ours."""
