@@ -224,7 +224,7 @@ class Transitions:
     ) -> AsyncIterator[None]:
         """When the body fails: the box goes back to ``rest``, or is killed when it cannot."""
         try:
-            with boundary(SandboxError, f"sandbox {entry.id}: its backend failed"):
+            with _of_the_backend(entry):
                 yield
         except SandboxError as error:
             if entry.ending:
@@ -240,7 +240,7 @@ class Transitions:
         self, entry: Entry, rest: SandboxState, physically: Callable[[], Awaitable[None]]
     ) -> None:
         try:
-            with boundary(SandboxError, f"sandbox {entry.id}: its backend failed"):
+            with _of_the_backend(entry):
                 await _step(entry, physically(), f"going back to {rest}")
             entry.settle(rest)
         except SandboxError as error:
@@ -259,9 +259,15 @@ class Transitions:
         ))
 
 
+def _of_the_backend(entry: Entry) -> contextlib.AbstractContextManager[None]:
+    return boundary(SandboxError, f"sandbox {entry.id}: its backend failed")
+
+
 async def _step(entry: Entry, step: Awaitable[T], what: str) -> T:
-    try:
-        async with asyncio.timeout(STEP_TIMEOUT_S):
-            return await step
-    except TimeoutError as error:
-        raise SandboxTimeout(f"sandbox {entry.id}: {what} did not end in {STEP_TIMEOUT_S:g} s") from error
+    """Whatever a backend raises leaves here as ours, so that a verb outside ``_or_back`` has typed errors, too."""
+    with _of_the_backend(entry):
+        try:
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                return await step
+        except TimeoutError as error:
+            raise SandboxTimeout(f"sandbox {entry.id}: {what} did not end in {STEP_TIMEOUT_S:g} s") from error

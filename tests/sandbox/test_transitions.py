@@ -111,6 +111,20 @@ def test_a_failed_pause_leaves_the_box_running_and_a_failed_way_back_ends_it(tmp
     run(tmp_path, test)
 
 
+def test_memory_that_is_not_given_back_is_said_by_type_and_the_box_stays_paused(tmp_path: Path) -> None:
+    async def test(manager: SandboxManager, backend: FolderBackend) -> None:
+        session = await manager.create(SPEC)
+        await manager.pause(session.id)
+        backend.faults["pause"] = RuntimeError("no swap")
+        with pytest.raises(SandboxError, match=r"its backend failed: RuntimeError: no swap"):
+            await manager.pause(session.id, mode=PauseMode.COLD)
+        assert session.state is SandboxState.PAUSED
+        backend.faults.clear()
+        assert await manager.resume(session.id)
+
+    run(tmp_path, test)
+
+
 def test_a_failed_resume_stays_paused(tmp_path: Path) -> None:
     async def test(manager: SandboxManager, backend: FolderBackend) -> None:
         warm, files = await manager.create(SPEC), await manager.create(SPEC)

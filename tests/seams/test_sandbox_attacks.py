@@ -328,7 +328,10 @@ def test_survivors_of_all_kinds_end_with_the_box(tmp_path: Path) -> None:
         return found
 
     async def work(at: Place) -> None:
-        assert await at.attack(survivors) == "left" and alive() >= 6
+        assert await at.attack(survivors) == "left"
+        async with asyncio.timeout(10):
+            while alive() != 6:  # one list of /proc misses who is born while it is read
+                await asyncio.sleep(0.02)
         await at.manager.kill(at.attacker.id)
         assert alive() == 0
 
