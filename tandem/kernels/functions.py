@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.impl.cpu import head, native
-from tandem.kernels.impl.portable import attention
+from tandem.kernels.impl.portable import attention, products
 from tandem.kernels.impl.portable import head as portable_head
 
 # Rows of one chunk of the vocabulary projection: peak memory is this many rows of float32 logits.
@@ -31,8 +31,8 @@ class PackedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TN):
         x_TK, weight_NK = ctx.saved_tensors
-        dx = grad_TN @ weight_NK if ctx.needs_input_grad[0] else None
-        dweight = grad_TN.T @ x_TK if ctx.needs_input_grad[1] else None
+        dx = products.product(grad_TN, weight_NK) if ctx.needs_input_grad[0] else None
+        dweight = products.product(grad_TN.T, x_TK) if ctx.needs_input_grad[1] else None
         return dx, dweight, None
 
 
@@ -172,9 +172,9 @@ class TokenLogprobs(torch.autograd.Function):
             dlogits.scatter_add_(1, targets_T[rows, None], scaled)
             dlogits = dlogits.to(hidden_TD.dtype)
             if dhidden is not None:
-                dhidden[rows] = dlogits @ head_VD
+                dhidden[rows] = products.product(dlogits, head_VD)
             if dhead is not None:
-                dhead += dlogits.T @ hidden_TD[rows]
+                dhead += products.product(dlogits.T, hidden_TD[rows])
         return dhidden, dhead.to(head_VD.dtype) if dhead is not None else None, None, None, None, None, None
 
 

@@ -19,6 +19,7 @@ from tandem.core.errors import EngineError
 from tandem.kernels import functions
 from tandem.kernels.impl.cpu import native, projection, whole
 from tandem.kernels.impl.portable import rows as portable_rows
+from tandem.kernels.impl.portable.products import has_bfloat16
 from tandem.kernels.keys import KeyIndex
 from tandem.kernels.packing import Packing
 
@@ -26,7 +27,8 @@ from tandem.kernels.packing import Packing
 # makers, with and without tile instructions (AMX); ``tests/kernels`` looks on the machine it runs on.
 LEAST_ROWS = 2  # a matrix-vector product takes another road
 # The library's bfloat16 kernels with tile instructions sum in an order that depends on the number of rows, but on
-# nothing else. Ours (``impl/cpu/projection.c``) do not; where they cannot be built every call gets this many rows.
+# nothing else. Ours (``impl/cpu/projection.c``) do not; where they cannot be built every call gets this many rows, and
+# where the library has no bfloat16 kernels for the processor either, the portable operations serve.
 TILE_ROWS = 64
 PACK_ROWS = 64  # above this many rows packing a bfloat16 weight gains nothing
 
@@ -59,7 +61,7 @@ class Ops:
         if self.numerics == "fast" or rows == 0:
             return F.linear(x_TK, weight_NK, bias_N)
         half = x_TK.dtype is torch.bfloat16
-        if self.portable:
+        if self.portable or (half and not self.road and not has_bfloat16()):
             out = functions.PackedLinear.apply(x_TK, weight_NK, portable_rows.product)
         elif half and self.road:
             out = functions.PackedLinear.apply(x_TK, weight_NK, self._own_product)

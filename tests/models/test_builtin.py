@@ -65,12 +65,15 @@ def test_smollm2_equals_the_reference_library(user_cache: None):
     ids = tokenizer.encode(
         "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n<|im_start|>assistant\n", special=True
     )
-    # In float64: the logits reach 36, and two right float32 sums over 30 layers are more than 1e-4 apart.
+    # In float64: the logits reach 36, and two right float32 sums over 30 layers are more than 1e-4 apart. How far
+    # either is from it depends on the processor (the library's own float32: 6e-5 with AVX2).
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    single = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours = load_model(folder, dtype=torch.float32)
     with torch.no_grad():
         found, expected = logits_of(ours, ids), theirs(torch.tensor([list(ids)])).logits[0]
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
+        own = float((single(torch.tensor([list(ids)])).logits[0] - expected).abs().max())
+    torch.testing.assert_close(found.double(), expected, atol=max(1e-4, 3 * own), rtol=0)
     answer = theirs.generate(torch.tensor([list(ids)]), max_new_tokens=8, do_sample=False)[0].tolist()
     assert tokenizer.decode(answer[len(ids) :]) == "The capital of Japan is Tokyo.<|im_end|>"
     assert Renderer(tokenizer).stop_token_ids == (2,)

@@ -84,10 +84,12 @@ def in_chunks(model: CausalLM, ids_T: torch.Tensor, bounds: list[int]) -> torch.
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("road", [projection.TILES, projection.PAIRS], ids=["tiles", "pairs"])
+@pytest.mark.parametrize(
+    "road", [projection.TILES, projection.PAIRS, projection.SINGLES], ids=["tiles", "pairs", "singles"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_serving_gives_the_bits_of_training(kind: str, road: int, threads: int) -> None:
-    if road < projection.road():  # a machine with tiles has pairs, too
+    if not projection.serves(road):
         pytest.skip("this machine has no such instructions")
     model = filled(KINDS[kind])
     model.ops.road = road

@@ -65,10 +65,11 @@ def test_a_reward_model_is_a_class_that_the_library_has(kind: str, tmp_path: Pat
     assert not report["missing_keys"] and not report["unexpected_keys"]
     positions, context = packed([len(IDS)])
     with torch.no_grad():
-        score = ours(torch.tensor(IDS), positions, context)[-1] @ head_1D[0]
+        hidden_TE = ours(torch.tensor(IDS), positions, context)
+        score = hidden_TE[-1] @ head_1D[0]
         torch.testing.assert_close(theirs(torch.tensor([IDS])).logits[0, 0], score, atol=1e-4, rtol=0)
         body, head = load_scoring_model(tmp_path / "scorer", dtype=torch.float32)
-        assert torch.equal(body(torch.tensor(IDS), positions, context)[-1] @ head[0], score)
+        assert torch.equal(body(torch.tensor(IDS), positions, context), hidden_TE) and torch.equal(head, head_1D)
     with pytest.raises(ModelError, match="is not supported"):
         load_scoring_model(tmp_path / "first", dtype=torch.float32)
 

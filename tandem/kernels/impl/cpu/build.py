@@ -19,7 +19,7 @@ from pathlib import Path
 from tandem.core.cache import cache_folder, make_folder
 from tandem.core.errors import EngineError, boundary
 
-UNITS = ("attention", "decoder", "head", "moving", "projection", "rows", "whole")
+UNITS = ("attention", "decoder", "head", "moving", "pack", "projection", "rows", "whole")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in UNITS)
 HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("kernels", "moving", "vectors"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")

@@ -26,8 +26,14 @@ typedef struct {
 HIDDEN int64_t attention_longest(const Attention *a);
 HIDDEN int64_t attention_scratch(const Attention *a, int64_t padded);
 /* Projections of bfloat16 rows. */
-/* Instructions: of whole tiles (AMX), of pairs of numbers (AVX512_BF16); WHOLE beside them: weights in whole numbers. */
-enum { TILES = 1, PAIRS = 2, WHOLE = 4 };
+/* Instructions: of whole tiles (AMX), of pairs of numbers (AVX512_BF16), of single numbers (any processor); WHOLE beside
+ * them: weights in whole numbers. */
+enum { TILES = 1, PAIRS = 2, WHOLE = 4, SINGLES = 8 };
+/* The tiles of a packed weight: outputs, inputs, numbers. */
+#define OUTS 16
+#define INS 32
+#define TILE (OUTS * INS)
+static inline int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 enum { STORE = 0, ADD = 1, GATE = 2 };  /* what becomes of a sum */
 typedef struct {
   const uint16_t *x, *packed;

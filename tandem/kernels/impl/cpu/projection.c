@@ -1,172 +1,48 @@
-/* Projections of bfloat16 rows, with packed weights. Every sum has one order of its terms, whatever the number of rows
- * or threads, so a row's bits depend on that row alone; it stays in float32 and is rounded once.
+/* Projections of bfloat16 rows, with packed weights (pack.c). Every sum has one order of its terms, whatever the number of
+ * rows or threads, so a row's bits depend on that row alone; it stays in float32 and is rounded once.
  * With tile instructions: a tile product adds its 32 terms to each sum in one fixed order and keeps rows apart, and the
- * tiles of a sum follow each other in order of k. With instructions for pairs: the pairs follow in order of k.
- * The two give different bits: a machine keeps to one.
- * Packed weights: for 16 outputs and 32 inputs a tile of 1 KiB, 16 pairs of inputs by 16 outputs, the tiles of one
- * set of outputs behind each other; missing outputs and inputs are zero. */
+ * tiles of a sum follow each other in order of k. With instructions for pairs: the pairs follow in order of k. On every
+ * other processor: the numbers one by one, widened to float32, in order of k.
+ * The three give different bits: a machine keeps to one. */
 #include "kernels.h"
-#include "moving.h"
 
-#define OUTS 16
-#define INS 32
-#define TILE (OUTS * INS)
-
-static inline int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-/* Swaps bit ``bit`` of a word's row with that of its lane, for 16 rows of 16 words. */
-#define SWAP(bit, low, high)                                                          \
-  for (int r = 0; r < 16; r++)                                                        \
-    if (!(r & bit)) {                                                                 \
-      const word_vec a = rows[r], b = rows[r + bit];                                  \
-      rows[r] = __builtin_shufflevector(a, b, low);                                   \
-      rows[r + bit] = __builtin_shufflevector(a, b, high);                            \
-    }
-
-/* 16 whole rows of 32 inputs become the rows of a tile. */
-static inline __attribute__((always_inline)) void turn_tile(const uint16_t *from, int64_t row, word_vec *rows) {
-  for (int r = 0; r < 16; r++) rows[r] = *(const word_vec *)(from + r * row);
-#define LIST(...) __VA_ARGS__
-  SWAP(1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-       LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-  SWAP(2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-       LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-  SWAP(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-       LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-  SWAP(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-       LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#undef LIST
+static inline vec rounded(vec value) {
+  const word_vec word = (word_vec)value, odd = (word_vec)((word & 0x7fffffffu) > 0x7f800000u); /* not a number */
+  return (vec)(((word + 0x7fffu + ((word >> 16) & 1u)) & 0xffff0000u & ~odd) | (odd & 0x7fc00000u));
 }
 
-static void pack_set(const uint16_t *from, uint16_t *packed, int64_t outs, int64_t k, int64_t deep) {
-  for (int64_t d = 0; d < deep; d++) {
-    uint16_t *tile = packed + d * TILE;
-    const int64_t ins = k - d * INS < INS ? k - d * INS : INS;
-    if (outs == OUTS && ins == INS) {
-      word_vec rows[16];
-      turn_tile(from + d * INS, k, rows);
-      for (int r = 0; r < 16; r++) *(word_vec *)(tile + r * INS) = rows[r];
-      continue;
-    }
-    memset(tile, 0, TILE * sizeof *tile);
-    for (int64_t o = 0; o < outs; o++)
-      for (int64_t i = 0; i < ins; i++) tile[(i / 2) * INS + 2 * o + i % 2] = from[o * k + d * INS + i];
-  }
+/* Up to 16 numbers of bfloat16 in the low lanes. */
+static inline vec some(const uint16_t *half, int64_t count) {
+  if (count == OUTS) return load16(half, 0, BFLOAT16);
+  uint16_t room[OUTS] = {0};
+  for (int64_t i = 0; i < count; i++) room[i] = half[i];
+  return load16(room, 0, BFLOAT16);
 }
 
-/* A row of the sums is half a row of a tile's pairs: 32 numbers of 2 bytes. */
-#define SET_ROWS(deep) ((deep) * OUTS)
-
-static int pack_by_scratch(const Move *m, int64_t first, int64_t count, uint64_t *sums) {
-  const int64_t k = m->ins, deep = tiles_of(k, INS);
-  uint16_t *scratch = aligned_alloc(64, (size_t)(deep * TILE) * sizeof *scratch);
-  if (!scratch) return 1;
-  for (int64_t s = first; s < first + count; s++) {
-    uint64_t own[WORDS];
-    pack_set((const uint16_t *)m->from + s * OUTS * k, scratch, m->outs - s * OUTS < OUTS ? m->outs - s * OUTS : OUTS, k,
-             deep);
-    const Part part = {.from = (const uint8_t *)scratch, .to = m->to + s * deep * TILE * 2, .sums = own,
-                       .rows = SET_ROWS(deep), .first_row = s * SET_ROWS(deep)};
-    move_rows(&part);
-    for (int w = 0; w < WORDS; w++) sums[w] += own[w];
-  }
-  free(scratch);
-  return 0;
-}
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-
-/* Whole tiles go from registers past the cache to where they belong: the reader is another core. */
-static void pack_past(const Move *m, int64_t first, int64_t count, uint64_t *sums) {
-  const int64_t k = m->ins, deep = k / INS;
-  const uint16_t *from = (const uint16_t *)m->from + first * OUTS * k, *end = (const uint16_t *)m->from + m->outs * k;
-  uint8_t *to = m->to + first * deep * TILE * 2;
-  const __m512i step = _mm512_set1_epi64((long long)MOVING_STEP);
-  __m512i sum = _mm512_loadu_si512(sums), key = _mm512_loadu_si512(MOVING_KEYS);
-  key = _mm512_add_epi64(key, _mm512_set1_epi64((long long)(MOVING_STEP * (uint64_t)(first * SET_ROWS(deep)))));
-  for (int64_t s = 0; s < count; s++, from += OUTS * k) {
-    const uint16_t *ahead = from + OUTS * k;
-    for (int64_t d = 0; d < deep; d++, to += 2 * TILE) {
-      if (ahead < end)
-        for (int r = 0; r < 16; r++) _mm_prefetch((const char *)(ahead + d * TILE + r * INS), _MM_HINT_T0);
-      word_vec rows[16];
-      turn_tile(from + d * INS, k, rows);
-      for (int r = 0; r < 16; r++) {
-        const __m512i words = (__m512i)rows[r], mixed = _mm512_xor_si512(words, key);
-        _mm512_stream_si512((void *)(to + r * 64), words);
-        sum = _mm512_add_epi64(sum, _mm512_add_epi64(words, _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32))));
-        key = _mm512_add_epi64(key, step);
-      }
-    }
-  }
-  _mm_sfence();
-  _mm512_storeu_si512(sums, sum);
-}
-#endif
-
-int pack_sets(const Move *m, int64_t first, int64_t count, uint64_t *sums) {
-#if defined(__AVX512F__)
-  const int is_whole = m->ins % INS == 0 && m->to != m->from && ((uintptr_t)m->to & 63) == 0;
-  const int64_t left = m->outs / OUTS - first, full = !is_whole || left < 0 ? 0 : left < count ? left : count;
-  if (full) pack_past(m, first, full, sums);
-#else
-  const int64_t full = 0;
-#endif
-  return full < count ? pack_by_scratch(m, first + full, count - full, sums) : 0;
-}
-
-/* Rows of a packed weight as they were: out[t] = weight[ids[t]]. */
-void tiles_rows(const uint16_t *packed, const int64_t *ids, uint16_t *out, int64_t rows, int64_t k, int64_t threads) {
-  const int64_t deep = tiles_of(k, INS);
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (rows > 16)
-  for (int64_t row = 0; row < rows; row++) {
-    const uint16_t *block = packed + ids[row] / OUTS * deep * TILE + 2 * (ids[row] % OUTS);
-    uint16_t *to = out + row * k;
-    for (int64_t pair = 0; pair < k / 2; pair++) memcpy(to + 2 * pair, block + pair * INS, 4);
-    if (k % 2) to[k - 1] = block[k / 2 * INS];
-  }
-}
-
-#if defined(__AVX512BF16__)
-
-static inline __m512i rounded(__m512 value) {
-  const __m512i word = _mm512_castps_si512(value);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(word, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(word, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-  return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
-}
-
-static inline __m512 widened(const uint16_t *half, __mmask16 mask) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, half)), 16));
-}
-
-/* A sum rounded, plus the bias and rounded again: the halves in the low parts of words. */
-static inline __m512i settled(const Projection *p, const float *sum, int64_t column, __mmask16 mask) {
-  const __m512i half = rounded(_mm512_load_ps(sum));
-  if (!p->bias) return half;
-  return rounded(_mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(half, 16)), widened(p->bias + column, mask)));
+/* A sum rounded, plus the bias and rounded again. */
+static inline vec settled(const Projection *p, const float *sum, int64_t column, int64_t columns) {
+  const vec value = rounded(*(const vec *)sum);
+  return p->bias ? rounded(value + some(p->bias + column, columns)) : value;
 }
 
 /* ``rows`` sums of 16 outputs each go where they belong; ``up``: the second factor's, with GATE. */
 static void put(const Projection *p, const float *sums, const float *up, int64_t row, int64_t rows, int64_t block) {
   const int64_t column = block * OUTS, columns = p->n - column < OUTS ? p->n - column : OUTS;
-  const __mmask16 mask = (__mmask16)((1u << columns) - 1);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t at = (row + r) * p->out_row + column;
-    __m512i half = settled(p, sums + r * OUTS, column, mask);
+    vec value = settled(p, sums + r * OUTS, column, columns);
     if (p->kind == GATE) {
       uint16_t gates[OUTS], ups[OUTS];
-      _mm256_storeu_si256((__m256i *)gates, _mm512_cvtepi32_epi16(half));
-      _mm256_storeu_si256((__m256i *)ups, _mm512_cvtepi32_epi16(settled(p, up + r * OUTS, p->n + column, mask)));
+      store16(gates, 0, value, BFLOAT16);
+      store16(ups, 0, settled(p, up + r * OUTS, p->n + column, columns), BFLOAT16);
       gate_row(gates, ups, (uint16_t *)p->out + at, OUTS, (int)p->activation, BFLOAT16);
       continue;
     }
-    if (p->kind == ADD)
-      half = rounded(_mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(half, 16)),
-                                   widened((const uint16_t *)p->out + at, mask)));
-    if (p->wide) _mm512_mask_storeu_epi32((float *)p->out + at, mask, _mm512_slli_epi32(half, 16));
-    else _mm256_mask_storeu_epi16((uint16_t *)p->out + at, mask, _mm512_cvtepi32_epi16(half));
+    if (p->kind == ADD) value = rounded(value + some((const uint16_t *)p->out + at, columns));
+    const int type = p->wide ? FLOAT32 : BFLOAT16;
+    if (columns == OUTS) store16(p->out, at, value, type);
+    else
+      for (int64_t i = 0; i < columns; i++) store1(p->out, at + i, value[i], type);
   }
 }
 
@@ -203,6 +79,57 @@ static void put_all(const Projection *p, Sums sums, const Blocks *b, int64_t row
   const int own = p->kind == GATE ? b->count / 2 : b->count;
   for (int i = 0; i < own; i++) put(p, sums[i], p->kind == GATE ? sums[own + i] : 0, row, rows, b->block[i]);
 }
+
+/* ---- numbers one by one */
+
+#define MOST_SINGLES 4 /* rows whose sums of 16 outputs stay in the registers of a processor with 16 of 32 bytes */
+#define CHUNK 256      /* inputs that are widened at a time */
+typedef float part_vec __attribute__((vector_size(32), aligned(4)));
+typedef uint32_t part_word __attribute__((vector_size(32), aligned(4)));
+
+static inline __attribute__((always_inline)) void add_singles(const float (*x)[CHUNK], const uint16_t *weights,
+                                                              int64_t count, float *sums, int rows) {
+  part_vec acc[MOST_SINGLES][2];
+  for (int r = 0; r < rows; r++)
+    for (int h = 0; h < 2; h++) acc[r][h] = *(const part_vec *)(sums + r * OUTS + h * 8);
+  for (int64_t at = 0; at < count; at += 2)
+    for (int h = 0; h < 2; h++) {
+      const part_word pair = *(const part_word *)(weights + at * OUTS + h * 16);
+      const part_vec even = (part_vec)(pair << 16), odd = (part_vec)(pair & 0xffff0000u);
+      for (int r = 0; r < rows; r++) {
+        acc[r][h] += even * x[r][at];
+        acc[r][h] += odd * x[r][at + 1];
+      }
+    }
+  for (int r = 0; r < rows; r++)
+    for (int h = 0; h < 2; h++) *(part_vec *)(sums + r * OUTS + h * 8) = acc[r][h];
+}
+
+static void project_singles(const Projection *p, const Blocks *b) {
+  Sums sums;
+  float x[MOST_SINGLES][CHUNK] __attribute__((aligned(64)));
+  for (int64_t row = 0; row < p->m; row += MOST_SINGLES) {
+    const int64_t rows = p->m - row < MOST_SINGLES ? p->m - row : MOST_SINGLES;
+    for (int c = 0; c < b->count; c++) memset(sums[c], 0, (size_t)rows * OUTS * sizeof(float));
+    for (int64_t start = 0; start < p->k; start += CHUNK) {
+      const int64_t count = p->k - start < CHUNK ? p->k - start : CHUNK;
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < count; i += LANES)
+          *(vec *)(x[r] + i) = load16(p->x + (row + r) * p->x_row + start, i, BFLOAT16);
+      for (int c = 0; c < b->count; c++) {
+        const uint16_t *weights = p->packed + (b->block[c] * p->k + start) * OUTS;
+        if (rows == 4) add_singles(x, weights, count, sums[c], 4);
+        else if (rows == 3) add_singles(x, weights, count, sums[c], 3);
+        else if (rows == 2) add_singles(x, weights, count, sums[c], 2);
+        else add_singles(x, weights, count, sums[c], 1);
+      }
+    }
+    put_all(p, sums, b, row, rows);
+  }
+}
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
 
 /* ---- pairs */
 
@@ -376,19 +303,20 @@ int tiles_ready(void) { return 0; }
 static void project_tiles(const Projection *p, const Blocks *b) { (void)p, (void)b, abort(); }
 void projection_end(const Projection *p) { (void)p; }
 #endif
+#else
+int tiles_ready(void) { return 0; }
+int pairs_ready(void) { return 0; }
+static void project_pairs(const Projection *p, const Blocks *b) { (void)p, (void)b, abort(); }
+static void project_tiles(const Projection *p, const Blocks *b) { (void)p, (void)b, abort(); }
+void projection_end(const Projection *p) { (void)p; }
+#endif
 
 void project(const Projection *p, int64_t unit) {
   const Blocks b = blocks_in(p, unit);
   if (p->road == TILES) project_tiles(p, &b);
-  else project_pairs(p, &b);
+  else if (p->road == PAIRS) project_pairs(p, &b);
+  else project_singles(p, &b);
 }
-#else
-int tiles_ready(void) { return 0; }
-int pairs_ready(void) { return 0; }
-int64_t projection_units(const Projection *p) { (void)p; abort(); }
-void project(const Projection *p, int64_t unit) { (void)p, (void)unit, abort(); }
-void projection_end(const Projection *p) { (void)p; }
-#endif
 
 /* out[m, n] = x[m, k] @ weight.T */
 void projection(const Projection *p) {

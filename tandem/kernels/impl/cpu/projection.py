@@ -17,7 +17,8 @@ from torch import Tensor
 from tandem.kernels.impl.cpu.build import library
 from tandem.kernels.moving import pack_summed
 
-NONE, TILES, PAIRS = 0, 1, 2  # instructions: no such, of whole tiles (AMX), of pairs of numbers (AVX512_BF16)
+# Instructions: none (no kernels), of whole tiles (AMX), of pairs of numbers (AVX512_BF16), of single numbers (any).
+NONE, TILES, PAIRS, SINGLES = 0, 1, 2, 8
 OUTS, INS = 16, 32
 
 
@@ -35,9 +36,14 @@ class Projection(ctypes.Structure):
 @functools.cache
 def road() -> int:
     """The best instructions that this machine has."""
-    if library() is None:
-        return NONE
-    return TILES if library().tiles_ready() else PAIRS if library().pairs_ready() else NONE
+    return next((kind for kind in (TILES, PAIRS, SINGLES) if serves(kind)), NONE)
+
+
+def serves(road: int) -> bool:
+    """Whether this machine has these instructions."""
+    if library() is None or road in (NONE, SINGLES):
+        return road == NONE or library() is not None
+    return bool((library().tiles_ready if road == TILES else library().pairs_ready)())
 
 
 def packed_size(weight_NK: Tensor) -> int:

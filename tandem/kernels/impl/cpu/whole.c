@@ -7,13 +7,12 @@
  * lie there without a sign, 128 above what they are: what this adds is taken off by the outputs' sums. */
 #include "kernels.h"
 
-#define OUTS 16
+#undef INS
+#undef TILE
 #define INS 64
 #define TILE (OUTS * INS)
 #define MOST 32639
 #define OFFSET (MOST + 257) /* 128 in both halves */
-
-static inline int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 /* weight: [n, k] of bfloat16. Returns how many outputs have a weight that is not finite. */
 int64_t whole_pack(const uint16_t *weight, int8_t *packed, int64_t n, int64_t k, int64_t threads) {

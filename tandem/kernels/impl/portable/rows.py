@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.impl.portable.products import has_bfloat16
 from tandem.kernels.impl.portable.sums import folded_sum
 
 TILE = 64
@@ -22,6 +23,8 @@ def product(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """``x @ weight.T``, tile after tile."""
     rows = x_TK.shape[0]
     x_TK = F.pad(x_TK, (0, 0, 0, -rows % TILE)).contiguous()
+    if x_TK.dtype is torch.bfloat16 and x_TK.device.type == "cpu" and not has_bfloat16():
+        return product(x_TK.float(), weight_NK.float()).bfloat16()[:rows]
     if len(x_TK) == TILE:
         return F.linear(x_TK, weight_NK)[:rows]
     return torch.cat([F.linear(tile, weight_NK) for tile in x_TK.split(TILE)])[:rows]

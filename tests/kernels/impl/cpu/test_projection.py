@@ -1,4 +1,4 @@
-"""Projections by packed weights: right, and a row's bits are its own, with either kind of instructions."""
+"""Projections by packed weights: right, and a row's bits are its own, with each kind of instructions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.kernels.impl.cpu import build, projection
+from tandem.kernels.impl.cpu import projection
 
 
 def rows(count: int, size: int, seed: int = 0) -> Tensor:
     return torch.randn(count, size, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.fixture(params=[projection.TILES, projection.PAIRS], ids=["tiles", "pairs"])
+@pytest.fixture(params=[projection.TILES, projection.PAIRS, projection.SINGLES], ids=["tiles", "pairs", "singles"])
 def road(request: pytest.FixtureRequest) -> int:
-    library = build.library()
-    ready = {projection.TILES: "tiles_ready", projection.PAIRS: "pairs_ready"}[request.param]
-    if library is None or not getattr(library, ready)():
+    if not projection.serves(request.param):
         pytest.skip("this machine has no such instructions")
     return request.param
 
