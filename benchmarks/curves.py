@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pieces.runs import ENVIRONMENTS, machine, of_type, recipe, steps, train
 
+from tandem.algorithms.spec import AlgorithmSpec, algorithms
 from tandem.core.events import EvaluationFinished
 from tandem.record.summary import table
 
@@ -48,14 +49,17 @@ def made(options: argparse.Namespace, target: Path, *changes: str) -> None:
 
 
 def own(method: str, options: argparse.Namespace, teacher: Path) -> list[str]:
-    """What a method cannot do without, and nothing else."""
+    """What a method cannot do without, and its paper's KL, which the recipe sets to 0."""
+    record = algorithms().resolve(method)
+    assert isinstance(record, AlgorithmSpec)
     match method:
         case "ppo":
-            return [f"critic.learning_rate={options.learning_rate}"]
+            needed = [f"critic.learning_rate={options.learning_rate}"]
         case "distil":
-            return [f"algorithm.teacher={teacher}"]
+            needed = [f"algorithm.teacher={teacher}"]
         case _:
-            return []
+            needed = []
+    return [f"algorithm.kl_weight={record.kl_weight}", *needed]
 
 
 def measure(options: argparse.Namespace, method: str, *, seed: int, model: Path, teacher: Path) -> dict[str, object]:

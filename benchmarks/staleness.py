@@ -78,7 +78,7 @@ def flags(options: argparse.Namespace, *, staleness: int, seed: int, median_s: f
         f"environment.name={ENVIRONMENTS / 'slow_chores.py'}:environment", "environment.num_eval_tasks=0",
         f"environment.options.median_s={median_s}", f"environment.options.draw_seed={seed}", "rollout.tool_time_s=60",
         f"rollout.groups_per_step={options.groups}", f"rollout.group_size={options.group_size}",
-        f"rollout.staleness={staleness}", f"rollout.max_concurrent_episodes={in_flight}",
+        f"rollout.staleness={staleness}", "algorithm.clip_dual=3", f"rollout.max_concurrent_episodes={in_flight}",
         f"engine.infer.max_num_seqs={in_flight}", "trainer.checkpoint_every=0",
         f"trainer.steps={options.steps}", f"trainer.seed={seed}",
     ]  # fmt: skip

@@ -67,7 +67,7 @@ def _classes(place: str, what: str) -> str:
 def _algorithms() -> str:
     parts = [
         "A method is a record in `tandem/algorithms/catalog`; `[algorithm]` sets its knobs. *Values* are what a record "
-        "sets of its own. *Defaults* say where each knob's value is from, and where it is not the paper's, why. "
+        "sets of its own. *Defaults* say where in the paper each knob's value is. "
         "`passes` and `minibatches` are 1 everywhere: how many updates a rollout is good for is no part of a method, "
         "and with one the ratio is exactly 1. The learning rate and the rest of the optimizer are the recipe's.\n"
     ]
@@ -90,9 +90,7 @@ def _algorithms() -> str:
 
 
 def _default(spec: AlgorithmSpec, default: Default) -> str:
-    value = f"- `{default.knob}` {getattr(spec, default.knob)}"
-    return f"{value}, the paper: {default.paper} ({default.where}). {default.why[:1].upper()}{default.why[1:]}." if (
-        default.paper) else f"{value}: {default.where}."  # fmt: skip
+    return f"- `{default.knob}` {getattr(spec, default.knob)}: {default.where}."
 
 
 def _plugins() -> str:

@@ -53,13 +53,10 @@ class Importance(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Default:
-    """Where the value of a knob is from. ``paper`` is what the paper has where the record has another value on purpose,
-    and ``why`` the purpose."""
+    """Where the value of a knob is from."""
 
     knob: str
     where: str
-    paper: str = ""
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +153,8 @@ def resolve(section: AlgorithmSection) -> AlgorithmSpec:
         raise ConfigError(f"algorithm.name = {section.name!r} is of type {type(found).__name__}, not AlgorithmSpec")
     own = section.model_dump(exclude={"name", "teacher"})
     given = {key: value for key, value in own.items() if value is not None}
-    if found.aggregate is not Aggregate.CONSTANT_LENGTH:
-        given.pop("length_cap")  # its default is a number
-    for key in given:
-        if reason := _does_not_apply(found, key):
+    for key, value in given.items():
+        if value != getattr(found, key) and (reason := _does_not_apply(found, key)):
             raise ConfigError(
                 f"algorithm.{key} is set, but {found.name} {reason}",
                 hint=f"remove algorithm.{key}, or choose another method",
@@ -182,6 +177,8 @@ def _does_not_apply(spec: AlgorithmSpec, key: str) -> str:
             return "" if spec.clip_high is not None else "does not clip"
         case "clip_dual":
             return "" if spec.clip_low is not None and not spec.clip_weight else "does not clip there"
+        case "length_cap":
+            return "" if spec.aggregate is Aggregate.CONSTANT_LENGTH else "divides by no constant length"
         case "beta":
             return "" if spec.loss.endswith("preference_loss") else "is no method with an implicit KL"
         case "label_smoothing":
@@ -200,9 +197,10 @@ def _does_not_apply(spec: AlgorithmSpec, key: str) -> str:
 def _check(spec: AlgorithmSpec, section: AlgorithmSection) -> None:
     if spec.kl_weight and spec.kl_reward_weight:
         raise ConfigError(
-            "the KL to the reference is both in the loss (algorithm.kl_weight) and in the reward "
-            "(algorithm.kl_reward_weight)", hint="set one of the two to 0",
-        )  # fmt: skip
+            f"the KL to the reference is both in the loss (algorithm.kl_weight = {spec.kl_weight:g}) and in the reward "
+            f"(algorithm.kl_reward_weight = {spec.kl_reward_weight:g})",
+            hint="set one of the two to 0; what the recipe leaves out is the method's own",
+        )
     if spec.kl_weight and spec.kl_estimator == "k1":
         raise ConfigError(
             "algorithm.kl_estimator = \"k1\" in the loss has a gradient of 0 on average: the penalty would not pull",

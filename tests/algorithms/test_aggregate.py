@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from bare_methods import GRPO
 
 from tandem.algorithms.aggregate import token_share
-from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, GRPO, RLOO
+from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, RLOO
 
 
 def step_loss(spec, micro_batches: list[list[list[float]]]) -> float:

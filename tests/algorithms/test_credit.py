@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import DR_GRPO, GRPO
+from tandem.algorithms.catalog.grpo import DR_GRPO
 from tandem.algorithms.catalog.sft import SFT
 from tandem.algorithms.credit import demonstration, has_gradient, num_loss_tokens, stamp
 from tandem.core.types import Episode, Failure, FailureKind, Group, Task, Trajectory, floats, ids, mask

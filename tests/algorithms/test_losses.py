@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, GRPO, GSPO, RLOO
+from tandem.algorithms.catalog.grpo import DAPO, DR_GRPO, GSPO, RLOO
 from tandem.algorithms.catalog.sft import SFT
 from tandem.algorithms.losses import LossTokens, clipped, kl_k1, kl_k2, kl_k3, own_losses, ratios, token_losses
 from tandem.algorithms.spec import Ratio

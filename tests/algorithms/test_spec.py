@@ -25,49 +25,41 @@ def test_the_section_adjusts_the_record() -> None:
     assert resolve(AlgorithmSection(name="grpo")).aggregate is Aggregate.SEQUENCE_MEAN
 
 
-# What the papers have, read from them or from their authors' code, and what a record has instead, on purpose.
+# What the papers have, read from them or from their authors' code.
 PAPERS: dict[str, dict[str, object]] = {
     "sft": {},
-    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_estimator": "k3"},
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.0},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_estimator": "k3", "kl_weight": 0.04},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.0, "length_cap": 3000},
     "dapo": {
         "clip_low": 0.2, "clip_high": 0.28, "overlong_cap": 20480, "overlong_buffer": 4096, "kl_weight": 0.0,
     },
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_weight": 0.0},
-    "rloo": {},
+    "rloo": {"kl_reward_weight": 0.03},
     "cispo": {"clip_low": None, "clip_high": 4.0, "kl_weight": 0.0},
-    "reinforce_pp": {"clip_low": 0.2, "clip_high": 0.2, "whiten": True},
-    "reinforce_pp_baseline": {"clip_low": 0.2, "clip_high": 0.2, "whiten": True, "kl_estimator": "k2"},
-    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "decay": 0.95},
+    "reinforce_pp": {"clip_low": 0.2, "clip_high": 0.2, "whiten": True, "kl_reward_weight": 1e-4},
+    "reinforce_pp_baseline": {
+        "clip_low": 0.2, "clip_high": 0.2, "whiten": True, "kl_estimator": "k2", "kl_weight": 1e-4,
+    },
+    "ppo": {
+        "clip_low": 0.2, "clip_high": 0.2, "decay": 0.95, "discount": 1.0, "passes": 1, "kl_reward_weight": 0.02,
+    },
     "distil": {"discount": 1.0, "kl_weight": 0.0},
     "dpo": {"beta": 0.1, "label_smoothing": 0.0},
     "cdpo": {"beta": 0.1, "label_smoothing": 0.1},
     "ipo": {"beta": 0.1},
     "reward": {"label_smoothing": 0.0},
 }  # fmt: skip
-DEPARTURES: dict[str, dict[str, object]] = {
-    "grpo": {"kl_weight": 0.0, "clip_dual": 3.0},
-    "dr_grpo": {"length_cap": 256, "clip_dual": 3.0},
-    "dapo": {"clip_dual": 3.0},
-    "gspo": {"clip_dual": 3.0},
-    "rloo": {"kl_reward_weight": 0.0},
-    "reinforce_pp": {"kl_reward_weight": 0.0, "clip_dual": 3.0},
-    "reinforce_pp_baseline": {"kl_weight": 0.0, "clip_dual": 3.0},
-    "ppo": {"discount": 1.0, "passes": 1, "kl_reward_weight": 0.0, "clip_dual": 3.0},
-}
 
 
-def test_each_default_is_the_papers_or_says_why_not() -> None:
+def test_each_default_is_the_papers() -> None:
     assert set(PAPERS) == set(BUILTIN)
     neutral = AlgorithmSpec(name="", summary="", credit=None, aggregate=Aggregate.TOKEN_MEAN)
     for name, papers in PAPERS.items():
         spec = algorithms().resolve(name)
         assert isinstance(spec, AlgorithmSpec)
-        told = {default.knob: default for default in spec.defaults}
-        assert {knob: getattr(spec, knob) for knob, said in told.items() if not said.paper} == papers, name
-        departs = {knob: getattr(spec, knob) for knob, said in told.items() if said.paper}
-        assert departs == DEPARTURES.get(name, {}), name
-        assert all(said.where and (said.why or not said.paper) for said in told.values()), name
+        told = {default.knob for default in spec.defaults}
+        assert {knob: getattr(spec, knob) for knob in told} == papers, name
+        assert all(default.where for default in spec.defaults), name
         for knob in AlgorithmSection.model_fields.keys() - {"name", "teacher"}:
             assert knob in told or getattr(spec, knob) == getattr(neutral, knob), (name, knob)
 
@@ -85,7 +77,9 @@ def test_a_near_name_is_offered() -> None:
         AlgorithmSection(name="sft", kl_weight=0.1),
         AlgorithmSection(name="grpo", kl_weight=0.1, kl_reward_weight=0.1),
         AlgorithmSection(name="grpo", kl_weight=0.1, kl_estimator="k1"),
-        AlgorithmSection(name="grpo", kl_estimator="k2"),
+        AlgorithmSection(name="dr_grpo", kl_estimator="k2"),
+        AlgorithmSection(name="grpo", kl_reward_weight=0.1),
+        AlgorithmSection(name="grpo", length_cap=99),
         AlgorithmSection(name="grpo", importance_cap=3.0),
         AlgorithmSection(name="grpo", decay=0.9),
         AlgorithmSection(name="grpo", beta=0.2),

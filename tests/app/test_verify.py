@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from bare_methods import GRPO
 from torch import Tensor
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.algorithms.losses import LossTokens, TokenLosses, token_losses
 from tandem.algorithms.spec import AlgorithmSpec
 from tandem.app.verify import examine, verify

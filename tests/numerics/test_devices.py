@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.algorithms.catalog.ppo import PPO
 from tandem.config.sections.engine import InferSection, TrainSection
 from tandem.config.sections.optimizer import OptimizerSection

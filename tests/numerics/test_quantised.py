@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import EngineSection, InferSection, TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.errors import EngineError, ModelError

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import EngineSection, InferSection, TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.routes import MISSING, Routes, missing

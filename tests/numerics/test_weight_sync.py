@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import EngineSection, InferSection, TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.types import Completion, GenerateRequest, SamplingParams, Trajectory, floats, ids, mask

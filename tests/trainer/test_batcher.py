@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import DAPO, GRPO
+from tandem.algorithms.catalog.grpo import DAPO
 from tandem.config.sections.engine import TrainSection
 from tandem.core.events import GroupDropped
 from tandem.core.types import FailureKind

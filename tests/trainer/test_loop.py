@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.trainer import TrainerSection
 from tandem.core.errors import EngineError, RecordError

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 
 import pytest
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import TrainSection
 from tandem.core.errors import EngineError
 from tandem.core.types import StepResult

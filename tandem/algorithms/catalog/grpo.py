@@ -8,23 +8,7 @@ from __future__ import annotations
 
 from tandem.algorithms.spec import Aggregate, AlgorithmSpec, Default, Ratio
 
-DUAL_CLIP = Default(
-    knob="clip_dual",
-    where="dual-clip PPO, Ye et al. 2020, arXiv:1912.09729, equation 3, and its 3",
-    paper="no such bound",
-    why="on the step's own samples it never acts; of old ones a single token could outweigh all others; a huge value "
-    "turns it off",
-)
 PPO_CLIP = "PPO's, arXiv:1707.06347, section 6.1; this paper names none"
-
-
-def no_kl(paper: str, where: str) -> Default:
-    """The departure of all methods whose paper keeps near a reference."""
-    return Default(
-        knob="kl_weight", where=where, paper=paper,
-        why="the reference costs a second model, and rewards that are checked do without it (DAPO, section 2.3); set "
-        "algorithm.kl_weight to have it",
-    )  # fmt: skip
 
 
 GRPO = AlgorithmSpec(
@@ -36,13 +20,12 @@ GRPO = AlgorithmSpec(
     aggregate=Aggregate.SEQUENCE_MEAN,
     clip_low=0.2,
     clip_high=0.2,
-    clip_dual=3.0,
+    kl_weight=0.04,
     defaults=(
         Default(knob="clip_low", where=PPO_CLIP),
         Default(knob="clip_high", where=PPO_CLIP),
         Default(knob="kl_estimator", where="equation 4"),
-        no_kl("0.04", "section 4.2"),
-        DUAL_CLIP,
+        Default(knob="kl_weight", where="section 4.2"),
     ),
 )
 
@@ -56,17 +39,12 @@ DR_GRPO = AlgorithmSpec(
     aggregate=Aggregate.CONSTANT_LENGTH,
     clip_low=0.2,
     clip_high=0.2,
-    clip_dual=3.0,
-    length_cap=256,
+    length_cap=3000,
     defaults=(
         Default(knob="clip_low", where=PPO_CLIP),
         Default(knob="clip_high", where=PPO_CLIP),
         Default(knob="kl_weight", where="the authors' training command: beta 0"),
-        Default(
-            knob="length_cap", where="the authors' training command: the most tokens an answer may have",
-            paper="3000", why="it scales the loss and should be the recipe's rollout.max_turn_tokens times its turns",
-        ),  # fmt: skip
-        DUAL_CLIP,
+        Default(knob="length_cap", where="the authors' training command: the most tokens an answer may have there"),
     ),
 )
 
@@ -81,7 +59,6 @@ DAPO = AlgorithmSpec(
     aggregate=Aggregate.TOKEN_MEAN,
     clip_low=0.2,
     clip_high=0.28,
-    clip_dual=3.0,
     drop_flat=True,
     overlong_cap=20480,
     overlong_buffer=4096,
@@ -91,7 +68,6 @@ DAPO = AlgorithmSpec(
         Default(knob="overlong_cap", where="section 4.1: 16384 expected and 4096 more"),
         Default(knob="overlong_buffer", where="section 4.1"),
         Default(knob="kl_weight", where="section 2.3: none"),
-        DUAL_CLIP,
     ),
 )
 
@@ -106,12 +82,10 @@ GSPO = AlgorithmSpec(
     ratio=Ratio.SEQUENCE,
     clip_low=3e-4,
     clip_high=4e-4,
-    clip_dual=3.0,
     defaults=(
         Default(knob="clip_low", where="section 5.1"),
         Default(knob="clip_high", where="section 5.1"),
         Default(knob="kl_weight", where="the objective, equation 5, has none"),
-        DUAL_CLIP,
     ),
 )
 
@@ -124,12 +98,8 @@ RLOO = AlgorithmSpec(
     credit="tandem.algorithms.advantages:leave_one_out",
     aggregate=Aggregate.SEQUENCE_SUM,
     ratio=Ratio.NONE,
-    defaults=(
-        Default(
-            knob="kl_reward_weight", where="appendix C", paper="0.03",
-            why="the reference costs a second model; set algorithm.kl_reward_weight to have it",
-        ),  # fmt: skip
-    ),
+    kl_reward_weight=0.03,
+    defaults=(Default(knob="kl_reward_weight", where="appendix C"),),
 )
 
 CISPO = AlgorithmSpec(

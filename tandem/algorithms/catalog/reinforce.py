@@ -5,7 +5,7 @@ KL_t = log pi_old - log pi_ref of token t (k1).
 
 from __future__ import annotations
 
-from tandem.algorithms.catalog.grpo import DUAL_CLIP, PPO_CLIP, no_kl
+from tandem.algorithms.catalog.grpo import PPO_CLIP
 from tandem.algorithms.spec import Aggregate, AlgorithmSpec, Default
 
 _SOURCE = "Hu et al. 2025, REINFORCE++, arXiv:2501.03262"
@@ -23,16 +23,12 @@ REINFORCE_PP = AlgorithmSpec(
     aggregate=Aggregate.TOKEN_MEAN,
     clip_low=0.2,
     clip_high=0.2,
-    clip_dual=3.0,
     whiten=True,
+    kl_reward_weight=1e-4,
     defaults=(
         *_CLIPS,
         _WHITEN,
-        Default(
-            knob="kl_reward_weight", where="the authors' training script (OpenRLHF)", paper="1e-4",
-            why="the reference costs a second model; set algorithm.kl_reward_weight to have it",
-        ),  # fmt: skip
-        DUAL_CLIP,
+        Default(knob="kl_reward_weight", where="the authors' training script (OpenRLHF)"),
     ),
 )
 
@@ -47,14 +43,13 @@ REINFORCE_PP_BASELINE = AlgorithmSpec(
     aggregate=Aggregate.TOKEN_MEAN,
     clip_low=0.2,
     clip_high=0.2,
-    clip_dual=3.0,
+    kl_weight=1e-4,
     kl_estimator="k2",
     whiten=True,
     defaults=(
         *_CLIPS,
         _WHITEN,
         Default(knob="kl_estimator", where="the method itself: k2 in the loss"),
-        no_kl("1e-4", "the authors' training script (OpenRLHF)"),
-        DUAL_CLIP,
+        Default(knob="kl_weight", where="the authors' training script (OpenRLHF)"),
     ),
 )

@@ -19,19 +19,22 @@ class AlgorithmSection(Section):
     """The ratio is clipped above at 1 plus this; unset: the method's own (`grpo`: 0.2, `dapo`: 0.28)."""
     clip_dual: float | None = Field(default=None, gt=1)
     """Where the advantage is negative, a token whose ratio is larger than this no longer pulls: without it one token
-    of old data can outweigh a whole step. Unset: the method's own (3 where the method clips);
-    a huge number: no bound."""
+    of old data can outweigh a whole step. Unset: no bound, as in the papers; 3 (arXiv:1912.09729) with
+    `rollout.staleness` or several passes."""
     kl_weight: float | None = Field(default=None, ge=0)
     """Weight of the KL penalty against the reference, the weights that reinforcement started from, in the loss;
-    0: no reference is kept."""
+    unset: the paper's (`grpo`: 0.04). 0: none; where the reward has none either, no reference is kept: half the
+    memory, and rewards that are checked do without it."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL in the loss. `k1` is refused there: its gradient is 0 on average."""
     kl_reward_weight: float | None = Field(default=None, ge=0)
-    """Weight of the KL against the reference (k1) taken from the reward, instead of in the loss."""
+    """Weight of the KL against the reference (k1) taken from the reward, instead of in the loss; unset: the paper's
+    (`ppo`: 0.02, `rloo`: 0.03). 0: none."""
     entropy_weight: float | None = Field(default=None, ge=0)
     """Weight of the entropy bonus in the loss."""
-    length_cap: int = Field(default=256, ge=1)
-    """The constant answer length, in tokens, that `dr_grpo` divides every answer's loss by."""
+    length_cap: int | None = Field(default=None, ge=1)
+    """The constant answer length, in tokens, that `dr_grpo` divides every answer's loss by: the most that an answer
+    may have. Unset: the paper's 3000."""
     overlong_cap: int | None = Field(default=None, ge=0)
     """Answers of so many tokens have their reward lowered by 1 (over-long shaping); 0: no shaping."""
     overlong_buffer: int | None = Field(default=None, ge=0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from bare_methods import GRPO
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.core.types import ids
 from tandem.engine.train.batch import lay_out, make_micro_batch
 from tests.engine.train.tiny import sample

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.errors import RecordError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.algorithms.catalog.grpo import GRPO
+from bare_methods import GRPO
+
 from tandem.trainer.batcher import make_plan
 from tests.engine.train.test_ranked import SECTION, STILL, Process, apart, build, started
 from tests.engine.train.tiny import gradients, sample

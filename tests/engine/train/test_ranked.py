@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bare_methods import GRPO
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.algorithms.catalog.grpo import DAPO, GRPO, GSPO
+from tandem.algorithms.catalog.grpo import DAPO, GSPO
 from tandem.algorithms.spec import AlgorithmSpec
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection

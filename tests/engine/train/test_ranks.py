@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.core.errors import ClusterError
 from tandem.engine.train.ranks import RankGroup
 from tandem.trainer.batcher import make_plan

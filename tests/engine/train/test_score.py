@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 import torch
+from bare_methods import GRPO
 
-from tandem.algorithms.catalog.grpo import GRPO
 from tandem.config.sections.engine import TrainSection
 from tandem.engine.compute import ComputeQueue
 from tandem.engine.train.score import Scorer, frozen_copy
