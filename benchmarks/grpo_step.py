@@ -41,6 +41,7 @@ class Size:
             f"rollout.max_concurrent_episodes={self.groups * self.group_size}",
             f"trainer.steps={self.steps + 1}", "trainer.checkpoint_every=0", "trainer.deterministic=true",
             "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=0", "optimizer.beta2=0.999",
+            "algorithm.kl_weight=0",  # as beside (beta)
         ]  # fmt: skip
 
 

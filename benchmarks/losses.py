@@ -69,24 +69,27 @@ class Case:
 
 
 CLIP = {"epsilon": 0.2, "delta": 3.0}
+DUAL = {"clip_dual": 3.0}
+NO_KL = {"kl_weight": 0.0, "kl_reward_weight": 0.0}
 CASES = (
     Case({"name": "sft"}, "sft", {}),
-    Case({"name": "grpo"}, "grpo", {"loss_type": "grpo", **CLIP}),
-    Case({"name": "grpo", "kl_weight": 0.04}, "grpo", {"loss_type": "grpo", "beta": 0.04, **CLIP},
+    Case({"name": "grpo", **DUAL, **NO_KL}, "grpo", {"loss_type": "grpo", **CLIP}),
+    Case({"name": "grpo", "kl_weight": 0.04, **DUAL}, "grpo", {"loss_type": "grpo", "beta": 0.04, **CLIP},
          "without their correction of the KL by the ratio", more={"use_bias_correction_kl": False}),
-    Case({"name": "dr_grpo", "length_cap": 16}, "grpo",
+    Case({"name": "dr_grpo", "length_cap": 16, **DUAL}, "grpo",
          {"loss_type": "dr_grpo", "max_completion_length": 16, **CLIP}),
-    Case({"name": "dapo", "overlong_cap": 0, "overlong_buffer": 0}, "grpo",
+    Case({"name": "dapo", "overlong_cap": 0, "overlong_buffer": 0, **DUAL}, "grpo",
          {"loss_type": "dapo", "epsilon_high": 0.28, **CLIP}),
-    Case({"name": "dapo", "clip_high": 0.2, "overlong_cap": 0, "overlong_buffer": 0}, "grpo",
+    Case({"name": "dapo", "clip_high": 0.2, "overlong_cap": 0, "overlong_buffer": 0, **DUAL}, "grpo",
          {"loss_type": "bnpo", **CLIP}, "bnpo: the token mean of one batch"),
-    Case({"name": "gspo"}, "grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4,
-                                    "epsilon_high": 4e-4, "delta": 3.0}),
+    Case({"name": "gspo", **DUAL}, "grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence",
+                                            "epsilon": 3e-4, "epsilon_high": 4e-4, "delta": 3.0}),
     Case({"name": "cispo"}, "grpo", {"loss_type": "cispo", "epsilon_high": 5.0}, "their epsilon_high is the cap"),
-    Case({"name": "reinforce_pp"}, "grpo", {"loss_type": "dapo", **CLIP}, "whitened advantages given to dapo"),
-    Case({"name": "reinforce_pp_baseline"}, "grpo", {"loss_type": "dapo", **CLIP},
+    Case({"name": "reinforce_pp", **DUAL, **NO_KL}, "grpo", {"loss_type": "dapo", **CLIP},
          "whitened advantages given to dapo"),
-    Case({"name": "rloo"}, "rloo", {"beta": 0.0}, "on-policy; theirs is written with a ratio, only gradients agree",
+    Case({"name": "reinforce_pp_baseline", **DUAL, **NO_KL}, "grpo", {"loss_type": "dapo", **CLIP},
+         "whitened advantages given to dapo"),
+    Case({"name": "rloo", **NO_KL}, "rloo", {"beta": 0.0}, "on-policy; theirs is written with a ratio, only gradients agree",
          on_policy=True, only_gradient=True),
     Case({"name": "dpo"}, "dpo", {"loss_type": ["sigmoid"], "beta": 0.1}),
     Case({"name": "cdpo"}, "dpo", {"loss_type": ["sigmoid"], "beta": 0.1}, "0.9 of their sigmoid and 0.1 of it with "

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandem.algorithms.catalog.grpo import GRPO
+from tandem.algorithms.catalog import grpo
 from tandem.config.sections.engine import TrainSection
 from tandem.config.sections.optimizer import OptimizerSection
 from tandem.core.types import Sample, Trajectory, floats, ids, mask
@@ -33,6 +33,7 @@ from tandem.models.loader import init_model, read_spec
 from tandem.record.summary import table
 from tandem.trainer.batcher import make_plan
 
+PLAIN_GRPO = dataclasses.replace(grpo.GRPO, kl_weight=0.0)  # no second model beside
 PROMPT, ANSWER, SIBLINGS, VOCABULARY = 512, 64, 8, 262_144
 
 
@@ -65,9 +66,9 @@ def prefix_sharing(layers: int, rounds: int) -> list[list[str]]:
             section = TrainSection(micro_batch_tokens=8192, share_prefixes=share)
             engine = LocalTrainEngine(
                 PublishedWeights(init_model(spec, seed=0, dtype=torch.float32)), compute, train=section,
-                optimizer=OptimizerSection(), algorithm=GRPO, total_steps=1,
+                optimizer=OptimizerSection(), algorithm=PLAIN_GRPO, total_steps=1,
             )  # fmt: skip
-            plan = make_plan(1, samples, GRPO, section)
+            plan = make_plan(1, samples, PLAIN_GRPO, section)
             started = time.perf_counter()
             asyncio.run(engine.step(plan))
             if turn >= 2:  # the first of each warms up

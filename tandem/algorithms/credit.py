@@ -14,8 +14,8 @@ from typing import cast
 
 import numpy as np
 
-from tandem.algorithms.advantages import generalised, overlong, whitened
-from tandem.algorithms.spec import AlgorithmSpec, Data, function_named
+from tandem.algorithms.advantages import generalised, leave_one_out, overlong, whitened
+from tandem.algorithms.spec import Aggregate, AlgorithmSpec, Data, function_named
 from tandem.core.types import Floats, Group, Ids, Mask, Sample, Trajectory, floats, ids
 
 
@@ -93,10 +93,13 @@ def settle(spec: AlgorithmSpec, samples: Sequence[Sample]) -> list[Sample]:
     """Finish the credit of all samples of a step, once they carry the streams that ``spec`` needs.
 
     A KL in the reward is k1 of sampler against reference, token by token: a token is charged for itself and for the
-    policy's tokens after it (REINFORCE++; with a critic GAE does the same). Whitening is last.
+    policy's tokens after it (REINFORCE++; with a critic GAE does the same). Where an answer is one action (RLOO) all of
+    it is charged for all of it, less what its siblings pay. Whitening is last.
     """
     if not needs_settling(spec):
         return list(samples)
+    if spec.aggregate is Aggregate.SEQUENCE_SUM:
+        return _charged_whole(spec, samples)
     settled = [_settled(spec, sample) for sample in samples]
     if not spec.whiten:
         return settled
@@ -115,18 +118,52 @@ def settle(spec: AlgorithmSpec, samples: Sequence[Sample]) -> list[Sample]:
     ]
 
 
-def _settled(spec: AlgorithmSpec, sample: Sample) -> Sample:
+def _charged_whole(spec: AlgorithmSpec, samples: Sequence[Sample]) -> list[Sample]:
+    """The KL of whole answers, to which the group's baseline belongs as to their rewards: leave-one-out is linear, so
+    it may be taken of the two apart."""
+    groups: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        paid = groups.setdefault(sample.trajectory.group_id, {})
+        episode = sample.trajectory.episode_id
+        paid[episode] = paid.get(episode, 0.0) + float(_penalties(spec, sample).sum())
+    charges = {
+        episode: charge
+        for paid in groups.values()
+        for episode, charge in zip(paid, leave_one_out(list(paid.values())), strict=True)
+    }
+    return [
+        dataclasses.replace(
+            sample,
+            advantages=pack_floats(
+                np.frombuffer(sample.advantages, dtype=np.float32)
+                - np.frombuffer(sample.rl_weights, dtype=np.float32) * (charges[sample.trajectory.episode_id] or 0.0)
+            ),
+        )
+        for sample in samples
+    ]
+
+
+def _reference(spec: AlgorithmSpec, sample: Sample) -> np.ndarray:
+    if sample.reference_logprobs is None:
+        raise ValueError(f"{spec.name} needs reference log-probabilities, but {_name(sample)} carries none")
+    return np.frombuffer(sample.reference_logprobs, dtype=np.float32).astype(np.float64)
+
+
+def _penalties(spec: AlgorithmSpec, sample: Sample) -> np.ndarray:
+    """What the KL to the reference takes from the reward, token by token."""
     learns = np.frombuffer(sample.rl_weights, dtype=np.float32) != 0
     sampled = np.frombuffer(sample.trajectory.logprobs, dtype=np.float32).astype(np.float64)
+    return np.where(learns, spec.kl_reward_weight * (sampled - _reference(spec, sample)), 0.0)
+
+
+def _settled(spec: AlgorithmSpec, sample: Sample) -> Sample:
+    learns = np.frombuffer(sample.rl_weights, dtype=np.float32) != 0
     advantages = np.frombuffer(sample.advantages, dtype=np.float32).astype(np.float64)
-    penalties = np.zeros(len(learns))
-    if spec.teacher or spec.kl_reward_weight:
-        if sample.reference_logprobs is None:
-            raise ValueError(f"{spec.name} needs reference log-probabilities, but {_name(sample)} carries none")
-        reference = np.frombuffer(sample.reference_logprobs, dtype=np.float32).astype(np.float64)
-        if spec.teacher:
-            return dataclasses.replace(sample, advantages=pack_floats(np.where(learns, reference - sampled, 0.0)))
-        penalties = np.where(learns, spec.kl_reward_weight * (sampled - reference), 0.0)
+    if spec.teacher:
+        sampled = np.frombuffer(sample.trajectory.logprobs, dtype=np.float32).astype(np.float64)
+        told = np.where(learns, _reference(spec, sample) - sampled, 0.0)
+        return dataclasses.replace(sample, advantages=pack_floats(told))
+    penalties = _penalties(spec, sample) if spec.kl_reward_weight else np.zeros(len(learns))
     if not spec.critic:
         later = np.cumsum(penalties[::-1])[::-1]
         return dataclasses.replace(sample, advantages=pack_floats(np.where(learns, advantages - later, 0.0)))

@@ -98,28 +98,32 @@ def std_group(g: int) -> list[float]:
     return [(r - mean) / deviation for r in REWARDS[g]]
 
 
-def surrogate(ratio, a: float, low: float, high: float):
+def surrogate(ratio, a: float, low: float, high: float, dual: float = math.inf):
     value = torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
-    return torch.maximum(value, torch.tensor(3.0 * a, dtype=torch.float64)) if a < 0 else value
+    return torch.maximum(value, torch.tensor(dual * a, dtype=torch.float64)) if a < 0 else value
 
 
 def token_ratios(case: Case, k: int):
     return [(case.leaves[k][t] - case.sampled[k][t]).exp() for t in range(len(case.new[k]))]
 
 
-def grpo(case: Case):
+def grpo(case: Case, dual: float = math.inf):
     total = 0.0
     for k, (g, i) in enumerate(case.flat):
-        terms = [surrogate(r, std_group(g)[i], 0.2, 0.2) for r in token_ratios(case, k)]
+        terms = [surrogate(r, std_group(g)[i], 0.2, 0.2, dual) for r in token_ratios(case, k)]
         total = total - sum(terms) / len(terms) / 6
     return total
+
+
+def grpo_dual(case: Case):
+    return grpo(case, 3.0)
 
 
 def grpo_kl(case: Case):
     total = grpo(case)
     for k in range(6):
         d = torch.tensor(case.reference[k], dtype=torch.float64) - case.leaves[k]
-        total = total + 0.3 * (d.exp() - d - 1).mean() / 6
+        total = total + 0.04 * (d.exp() - d - 1).mean() / 6
     return total
 
 
@@ -152,12 +156,18 @@ def gspo(case: Case):
     return total
 
 
-def rloo(case: Case):
-    total = 0.0
+def rloo(case: Case, beta: float = 0.0):
+    total, paid = 0.0, [[0.0] * 3, [0.0] * 3]
     for k, (g, i) in enumerate(case.flat):
-        a = REWARDS[g][i] - (sum(REWARDS[g]) - REWARDS[g][i]) / 2
+        paid[g][i] = REWARDS[g][i] - beta * sum(s - r for s, r in zip(case.sampled[k], case.reference[k], strict=True))
+    for k, (g, i) in enumerate(case.flat):
+        a = paid[g][i] - (sum(paid[g]) - paid[g][i]) / 2
         total = total - a * case.leaves[k].sum() / 6  # the log-probability of the answer, the only action
     return total
+
+
+def rloo_kl(case: Case):
+    return rloo(case, 0.03)
 
 
 def cispo(case: Case):
@@ -220,12 +230,14 @@ def distil(case: Case):
 
 
 METHODS = [
-    (grpo, {"name": "grpo"}),
-    (grpo_kl, {"name": "grpo", "kl_weight": 0.3}),
+    (grpo, {"name": "grpo", "kl_weight": 0.0}),
+    (grpo_kl, {"name": "grpo"}),
+    (grpo_dual, {"name": "grpo", "kl_weight": 0.0, "clip_dual": 3.0}),
     (dr_grpo, {"name": "dr_grpo", "length_cap": 16}),
     (dapo, {"name": "dapo", "overlong_cap": 5, "overlong_buffer": 3}),
     (gspo, {"name": "gspo"}),
-    (rloo, {"name": "rloo"}),
+    (rloo, {"name": "rloo", "kl_reward_weight": 0.0}),
+    (rloo_kl, {"name": "rloo"}),
     (cispo, {"name": "cispo", "clip_high": 0.3}),
     (reinforce_pp, {"name": "reinforce_pp", "kl_reward_weight": 0.05}),
     (reinforce_pp_baseline, {"name": "reinforce_pp_baseline", "kl_weight": 0.1}),
@@ -253,7 +265,9 @@ def assert_equal(spec, case: Case, samples, expected) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("kind", ["truncated", "masked"])
 def test_importance_weights_equal_their_formula(kind, level) -> None:
-    section = AlgorithmSection(name="grpo", importance=kind, importance_level=level, importance_cap=2.5)
+    section = AlgorithmSection(
+        name="grpo", kl_weight=0.0, importance=kind, importance_level=level, importance_cap=2.5
+    )
     spec, case = resolve(section), Case(1)
     assert spec.importance is Importance(kind) and spec.importance_level is Ratio(level)
     total, bounded = 0.0, 0

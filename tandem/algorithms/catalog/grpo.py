@@ -91,10 +91,11 @@ GSPO = AlgorithmSpec(
 
 RLOO = AlgorithmSpec(
     name="rloo",
-    summary="advantage = reward - mean reward of the other siblings; plain policy gradient of the whole answer, no "
-    "ratio; mean over sequences of the sum over tokens",
+    summary="advantage = reward less the answer's KL, minus the mean of that of the other siblings; plain policy "
+    "gradient of the whole answer, no ratio; mean over sequences of the sum over tokens",
     source="Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740, section 3.2",
-    formula="1/G sum_i -(R_i - mean_{j != i} R_j) sum_t log pi(o_it)",
+    formula="1/G sum_i -(R_i - mean_{j != i} R_j) sum_t log pi(o_it), R_i = r_i - beta sum_t (log pi_old(o_it) - "
+    "log pi_ref(o_it))",
     credit="tandem.algorithms.advantages:leave_one_out",
     aggregate=Aggregate.SEQUENCE_SUM,
     ratio=Ratio.NONE,

@@ -16,7 +16,7 @@ class RolloutSection(Section):
     """Sibling episodes of one task."""
     staleness: int = Field(default=0, ge=0)
     """Most weight versions between sampling and training. 0: strictly on-policy; more lets rollout and training
-    overlap."""
+    overlap (then set `algorithm.clip_dual` to 3, say: one old token can outweigh a step without it)."""
     max_concurrent_episodes: int = Field(default=64, ge=1, le=65536)
     """Most episodes in flight."""
     retries: int = Field(default=2, ge=0)

@@ -298,7 +298,7 @@ os._exit(0)
 
 def test_a_kill_at_any_of_ten_moments_leaves_a_whole_checkpoint(tmp_path) -> None:
     root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}", "OMP_NUM_THREADS": "1"}
     survivor = Process(tmp_path, seed=7)
     moments = random.Random(0)
     seen: list[int] = []

@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from bare_methods import PPO
 
-from tandem.algorithms.catalog.ppo import PPO
 from tandem.algorithms.catalog.preference import REWARD
 from tandem.algorithms.credit import demonstration, preference, settle
 from tandem.config.sections.engine import TrainSection
