@@ -89,8 +89,8 @@ CASES = (
          "whitened advantages given to dapo"),
     Case({"name": "reinforce_pp_baseline", **DUAL, **NO_KL}, "grpo", {"loss_type": "dapo", **CLIP},
          "whitened advantages given to dapo"),
-    Case({"name": "rloo", **NO_KL}, "rloo", {"beta": 0.0}, "on-policy; theirs is written with a ratio, only gradients agree",
-         on_policy=True, only_gradient=True),
+    Case({"name": "rloo", **NO_KL}, "rloo", {"beta": 0.0},
+         "on-policy; theirs is written with a ratio, only gradients agree", on_policy=True, only_gradient=True),
     Case({"name": "dpo"}, "dpo", {"loss_type": ["sigmoid"], "beta": 0.1}),
     Case({"name": "cdpo"}, "dpo", {"loss_type": ["sigmoid"], "beta": 0.1}, "0.9 of their sigmoid and 0.1 of it with "
          "the pairs swapped", smoothing=0.1),

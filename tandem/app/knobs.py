@@ -51,7 +51,8 @@ async def knob_checks(bench: Bench) -> list[Check]:
             change = max(change, difference(before[drift], await effect(turned, drift)))
             if change > CLOSE:
                 break
-        name = f"algorithm.{knob} from {getattr(bench.method, knob):g} to {getattr(turned, knob):g}"
+        now = getattr(bench.method, knob)
+        name = f"algorithm.{knob} from {'unset' if now is None else f'{now:g}'} to {getattr(turned, knob):g}"
         checks.append(_bound(name, change, CLOSE, "another gradient"))
     if bench.method.data is Data.EPISODES:
         hotter = [dataclasses.replace(each, temperature=each.temperature * 1.5) for each in trajectories]
