@@ -6,10 +6,6 @@ import asyncio
 import dataclasses
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -271,60 +267,3 @@ def test_a_full_disk_is_an_error_of_its_own_and_takes_no_older_checkpoint(small_
     assert again.store.steps() == [1, 3] and again.weights.digest() == process.weights.digest()
     assert not list((small_disk / "kept").glob(".unfinished-*"))
     process.compute.close(), again.compute.close()
-
-
-SAVER = """
-import os, sys
-from pathlib import Path
-import torch
-from tests.engine.train.test_checkpoint import Process
-process = Process(Path(sys.argv[1]), keep=2)
-for begin in range(1, 10**9, 10**6):
-    child = os.fork()
-    if not child:
-        optimizer = process.engine.optimizer
-        for step in range(begin, begin + 10**6):
-            for parameter in process.model.parameters():
-                parameter.grad = torch.full_like(parameter, float(step % 7 - 3))
-            optimizer.step(1e-4)  # while the checkpoint before it is being written
-            process.store.begin(step, {"step": step, "digest": process.weights.digest()})
-    print(child, flush=True)
-    if not sys.stdin.readline():
-        break
-    os.waitpid(child, 0)
-os._exit(0)
-"""
-
-
-def test_a_kill_at_any_of_ten_moments_leaves_a_whole_checkpoint(tmp_path) -> None:
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}", "OMP_NUM_THREADS": "1"}
-    survivor = Process(tmp_path, seed=7)
-    moments = random.Random(0)
-    seen: list[int] = []
-    saver = subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-        cwd=root,
-    )  # fmt: skip
-    assert saver.stdout is not None and saver.stdin is not None
-    for number in range(10):
-        child = int(saver.stdout.readline())
-        deadline = time.monotonic() + 30
-        while survivor.store.latest() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0.02, 0.2))
-        os.kill(child, signal.SIGKILL)
-        while Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-            time.sleep(0.001)
-        latest = survivor.store.latest()
-        assert latest is not None
-        extra = survivor.store.restore(latest)
-        assert extra == {"step": latest, "digest": survivor.weights.digest()}
-        seen.append(latest)
-        if number < 9:
-            saver.stdin.write(b"\n"), saver.stdin.flush()
-    assert seen == sorted(seen) and seen[-1] > seen[0]
-    saver.stdin.close()
-    saver.wait(timeout=300)
-    saver.stdout.close()
-    survivor.compute.close()
