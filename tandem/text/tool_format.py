@@ -107,6 +107,10 @@ def unreadable(index: int, name: str, why: str, failure: ToolFailure = ToolFailu
     return ToolResult(call_id=call_id(index), name=name, content=f"Error: {why}", failure=failure)
 
 
+# Blanks as ``json.dumps`` writes them: a model that may go on with blanks for ever does.
+PLAIN_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
 def call_grammar(tools: Sequence[ToolSpec], *, before: str, key: str, after: str, between: str) -> str:
     """The grammar of calls that are JSON objects of ``name`` and, under ``key``, arguments. Empty ``between``: one."""
     kinds = [
@@ -118,8 +122,7 @@ def call_grammar(tools: Sequence[ToolSpec], *, before: str, key: str, after: str
         }
         for tool in tools
     ]
-    # Blanks as ``json.dumps`` writes them: a model that may go on with blanks for ever does.
-    body = {"anyOf": kinds, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    body = {"anyOf": kinds, "x-guidance": PLAIN_JSON}
     words = [json.dumps(before), "body", json.dumps(after)]
     call = " ".join(word for word in words if word != '""')
     more = f" ({json.dumps(between)} call)*" if between else ""

@@ -93,7 +93,7 @@ PLAIN = ToolSpec(name="shell", description="", parameters={
     "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]})  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama"])
+@pytest.mark.parametrize("name", ["gemma", "hermes", "json", "llama", "pythonic"])
 @pytest.mark.parametrize("several", [False, True])
 def test_an_answer_that_must_call_is_calls_and_nothing_else(guides, name, several):
     found, _ = find_format(name, chat_template=None)
@@ -119,6 +119,35 @@ def test_what_a_format_writes_is_what_its_grammar_allows(guides, name):
     assert not guides.lark(found.grammar([PLAIN], several=False)).allowed()[renderer().tokenizer.encode("x")[0]]
 
 
-def test_a_format_whose_calls_cannot_be_forced_says_so():
+ANYTHING = ToolSpec(name="my.set", description="", parameters={
+    "type": "object", "$defs": {"side": {"enum": ["left", "right"]}}, "required": ["on"],
+    "properties": {
+        "label": {"type": "string", "maxLength": 4}, "on": {"type": "boolean"}, "side": {"$ref": "#/$defs/side"},
+        "more": {"type": "array", "items": {"enum": [None, 1.5, -7]}, "maxItems": 2},
+    }})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gemma", "pythonic"])
+def test_python_calls_that_are_forced_have_whatever_the_schema_allows(guides, name):
+    found, _ = find_format(name, chat_template=None)
+    grammar, seen, values = found.grammar([ANYTHING], several=False), set(), []
+    for seed in range(40):
+        text = walk(guides.lark(grammar), seed)
+        (call,) = found.parse(text, [ANYTHING]).calls
+        follower = found.follow([ANYTHING])
+        pieces = [*follower.push(text), *follower.finish()]
+        assert json.loads("".join(piece.arguments for piece in pieces)) == call.arguments
+        arguments = call.arguments
+        assert isinstance(arguments["on"], bool) and len(str(arguments.get("label", ""))) <= 4
+        assert arguments.get("side", "left") in ("left", "right")
+        values += arguments.get("more", [])
+        seen.add(frozenset(arguments))
+    assert frozenset({"on"}) in seen and any(len(each) > 2 for each in seen)
+    assert None in values and any(isinstance(value, int | float) for value in values)
+
+
+@pytest.mark.parametrize(("tool", "argument"), [("look-up", "a"), ("look", "class"), ("look", "file-name")])
+def test_a_call_that_python_cannot_write_cannot_be_forced(tool, argument):
+    spec = ToolSpec(name=tool, description="", parameters={"properties": {argument: {"type": "string"}}})
     with pytest.raises(ConfigError, match="cannot be forced"):
-        find_format("pythonic", chat_template=None)[0].grammar(TOOLS, several=False)
+        find_format("pythonic", chat_template=None)[0].grammar([spec], several=False)

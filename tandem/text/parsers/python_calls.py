@@ -11,6 +11,7 @@ import enum
 import json
 import re
 from collections.abc import Collection
+from typing import ClassVar
 
 import msgspec
 
@@ -30,13 +31,23 @@ _OPEN, _CLOSED = "([{", ")]}"
 UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError)
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Models mix the two, and what is forced is JSON's (``pythonic.py``)."""
+
+    VALUES: ClassVar = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.VALUES[node.id]) if node.id in self.VALUES else node
+
+
 def plain_value(written: str | ast.expr) -> object:
-    """The value of a literal as JSON and records can hold it.
+    """The value of a literal, Python's or JSON's, as JSON and records can hold it.
 
     Raises:
         One of ``UNREADABLE``: it is no literal, or half a surrogate pair, or a huge number.
     """
-    value = json.loads(json.dumps(ast.literal_eval(written), allow_nan=False))
+    tree = ast.parse(written, mode="eval").body if isinstance(written, str) else written
+    value = json.loads(json.dumps(ast.literal_eval(_JsonNames().visit(tree)), allow_nan=False))
     msgspec.msgpack.encode(value)
     return value
 

@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import ast
+import json
+import keyword
 import re
 from collections.abc import Sequence
 
 from tandem.core.errors import ConfigError
 from tandem.core.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 from tandem.text.parsers.python_calls import UNREADABLE, PythonCalls, plain_value
-from tandem.text.tool_format import ParsedText, after_reasoning, call_id, unreadable
+from tandem.text.tool_format import PLAIN_JSON, ParsedText, after_reasoning, call_id, unreadable
 
 _BLOCK = re.compile(r"```tool_code[ \t]*\n(.*?)(?:\n```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -59,8 +61,12 @@ class Pythonic:
         return f"```tool_output\n{content}\n```" if self._fenced else f"Output:\n{content}"
 
     def grammar(self, tools: Sequence[ToolSpec], *, several: bool) -> str:
-        raise ConfigError(f"calls in the tool format {self.name!r} cannot be forced",
-                          hint="set model.tool_format to hermes, llama or fence")  # fmt: skip
+        rules = [rule for number, tool in enumerate(tools) for rule in _call_rules(number, tool)]
+        begin, between, end = ("```tool_code\n", "\n", "\n```") if self._fenced else ("[", ", ", "]")
+        more = f" ({json.dumps(between)} call)*" if several else ""
+        anyone = " | ".join(f"call{number}" for number in range(len(tools)))
+        start = f"start: {json.dumps(begin)} call{more} {json.dumps(end)}"
+        return "\n".join([start, f"call: {anyone}", *rules]) + "\n"
 
     def follow(self, tools: Sequence[ToolSpec]) -> PythonCalls:
         return PythonCalls(fenced=self._fenced, names={tool.name for tool in tools})
@@ -111,14 +117,42 @@ def _call(node: ast.AST) -> tuple[str, dict[str, object]]:
     if node.args:
         raise _Unreadable(name, "arguments must be named")
     arguments: dict[str, object] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    for given in node.keywords:
+        if given.arg is None:
             raise _Unreadable(name, "arguments must be named one by one")
         try:
-            arguments[keyword.arg] = plain_value(keyword.value)
+            arguments[given.arg] = plain_value(given.value)
         except UNREADABLE as error:
-            raise _Unreadable(name, f"argument {keyword.arg} is not a plain value") from error
+            raise _Unreadable(name, f"argument {given.arg} is not a plain value") from error
     return name, arguments
+
+
+def _call_rules(number: int, tool: ToolSpec) -> list[str]:
+    """Rules of one tool's call: arguments in the order of its schema, those not required may be left out. Values are
+    JSON, whose names for true, false and null ``plain_value`` reads, too.
+
+    Raises:
+        ConfigError: Python cannot write the tool's name, or that of an argument.
+    """
+    found = tool.parameters.get("properties")
+    properties = found if isinstance(found, dict) else {}
+    needed = tool.parameters.get("required")
+    for name in (*tool.name.split("."), *properties):
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ConfigError(f"tool {tool.name!r}: {name!r} is no name in Python, so its call cannot be forced",
+                              hint="rename it, or set model.tool_format to hermes, llama or json")  # fmt: skip
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    # first0: no argument stands yet, next0: some do; each says what may come from the argument of its number on.
+    rules = [f'call{number}: {json.dumps(f"{tool.name}(")} first{number}_0 ")"']
+    for place, (name, schema) in enumerate(properties.items()):
+        value, after = f"value{number}_{place}", f"next{number}_{place + 1}"
+        is_needed = isinstance(needed, list) and name in needed
+        for kind, written in (("first", f"{name}="), ("next", f", {name}=")):
+            without = "" if is_needed else f" | {kind}{number}_{place + 1}"
+            rules.append(f"{kind}{number}_{place}: {json.dumps(written)} {value} {after}{without}")
+        body = {**shared, **schema} if isinstance(schema, dict) else shared
+        rules.append(f"{value}: %json {json.dumps({**body, 'x-guidance': PLAIN_JSON})}")
+    return [*rules, f'first{number}_{len(properties)}: ""', f'next{number}_{len(properties)}: ""']
 
 
 def _arguments(call: ToolCall) -> str:
