@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -84,28 +85,29 @@ class _Hosted:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
         self._guides: dict[int, _DistantGuide] = {}
         self._fresh: list[tuple[int, int, float, Top | None]] = []  # (call, token and its numbers) since the last flush
 
     def hear(self, message: object) -> None:
         match message:
             case m.Generate():
-                self._begin(message.call, self._generate(message.call, message.request, message.is_guided))
+                self._begin(message.call, partial(self._generate, message.call, message.request, message.is_guided))
             case m.Fork():
                 for call, name, seed in message.ways:  # tasks of one turn of the loop: no step lies between them
-                    self._begin(call, self._fork(call, message, name, seed))
+                    self._begin(call, partial(self._fork, call, message, name, seed))
             case m.Cancel() if message.call in self._calls:
                 if message.call in self._guides:
                     self._guides[message.call].answer(m.Mask(call=message.call, bits=b""))
                 self._calls[message.call].cancel()
             case m.Abort():
-                self._begin(-1, self._engine.abort(message.request_id))
+                self._begin(-1, partial(self._engine.abort, message.request_id))
             case m.Load():
-                self._begin(message.call, self._load(message))
+                self._begin(message.call, partial(self._load, message))
             case m.Sleep():
-                self._begin(message.call, self._plain(message.call, self._engine.sleep()))
+                self._begin(message.call, partial(self._plain, message.call, self._engine.sleep))
             case m.Wake():
-                self._begin(message.call, self._plain(message.call, self._engine.wake()))
+                self._begin(message.call, partial(self._plain, message.call, self._engine.wake))
             case m.Mask() if message.call in self._guides:
                 self._guides[message.call].answer(message)
 
@@ -114,33 +116,39 @@ class _Hosted:
             self._writer.write(m.frame(message))
 
     async def close(self) -> None:
-        for task in list(self._calls.values()):
+        for task in [*self._calls.values(), *self._aborts]:
             task.cancel()
         for guide in self._guides.values():
             guide.answer(m.Mask(call=-1, bits=b""))
         await self._engine.close()
         self._receiver.close()
 
-    def _begin(self, call: int, work: Coroutine[object, object, None]) -> None:
+    def _begin(self, call: int, work: Callable[[], Coroutine[object, object, None]]) -> None:
+        """``work`` is made by the task: one that is cancelled before it begins leaves nothing that nobody awaits."""
+
         async def guarded() -> None:
             try:
-                await work
-            except asyncio.CancelledError:
-                pass  # nobody waits
+                await work()
             except Exception as error:  # the boundary of the process: its caller hears of it
                 if call >= 0:
                     self.say(m.failed(call, error))
-            finally:
-                self._calls.pop(call, None)
-                if (guide := self._guides.pop(call, None)) is not None:
-                    guide.answer(m.Mask(call=call, bits=b""))  # a step may wait for it
 
         task = asyncio.ensure_future(guarded())
         if call >= 0:
             self._calls[call] = task
+        else:
+            self._aborts.add(task)
+        # No ``finally`` in the task: one that never began has none.
+        task.add_done_callback(partial(self._ended, call))
 
-    async def _plain(self, call: int, work: Coroutine[object, object, None]) -> None:
-        await work
+    def _ended(self, call: int, task: asyncio.Task[None]) -> None:
+        self._aborts.discard(task)
+        self._calls.pop(call, None)
+        if (guide := self._guides.pop(call, None)) is not None:
+            guide.answer(m.Mask(call=call, bits=b""))  # a step may wait for it
+
+    async def _plain(self, call: int, work: Callable[[], Coroutine[object, object, None]]) -> None:
+        await work()
         self.say(m.Done(call=call, stats=self._engine.stats()))
 
     async def _generate(self, call: int, request: GenerateRequest, is_guided: bool) -> None:
