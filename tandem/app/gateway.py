@@ -48,6 +48,7 @@ class AgentGateway:
         episode_id: str,
         *,
         group: str,
+        priority: int,
         params: SamplingParams,
         seed: int,
         limits: Limits,
@@ -59,6 +60,7 @@ class AgentGateway:
             params=params,
             seed=seed,
             group=group,
+            priority=priority,
             max_turns=limits.max_turns,
             max_context_tokens=limits.max_context_tokens,
         )

@@ -202,6 +202,7 @@ class Trainer:
             samples=group_size or section.group_size,
             purpose="train",
             seed_parts=("own", progress.num_rollouts),
+            priority=section.priority,
         )
         records = [(group, parts.rollout.trajectories(group, temperature=heat)) for group in groups]
         if self._here.judge is not None:

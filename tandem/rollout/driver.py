@@ -108,7 +108,7 @@ class RolloutDriver:
             purpose="train",
             seed_parts=(self._seed, "train"),
         )
-        around = self._surroundings(section.temperature)
+        around = self._surroundings(section.temperature, section.priority)
         self._training = Lane(rules, plan, around, step=version.step, version=version.number)
         self._lanes.append(self._training)
         self._training.start(self._resumed)
@@ -151,10 +151,12 @@ class RolloutDriver:
         samples: int = 1,
         purpose: str = "",
         seed_parts: tuple[object, ...] = (),
+        priority: int = 0,
     ) -> list[Group]:
         """``samples`` episodes of every task, failed ones included, as groups in the order of the tasks. ``name`` leads
         the ids of groups and must be new in the run; ``purpose`` (its default) labels their events; the draws hang on
-        the run's seed, ``seed_parts`` and the task's place alone."""
+        the run's seed, ``seed_parts`` and the task's place alone; a step of ``priority`` doubles a group's share of a
+        busy engine."""
         if not tasks:
             return []
         rules = SchedulerRules(
@@ -172,7 +174,7 @@ class RolloutDriver:
             purpose=purpose or name,
             seed_parts=(self._seed, *seed_parts),
         )
-        lane = Lane(rules, plan, self._surroundings(temperature), version=version.number)
+        lane = Lane(rules, plan, self._surroundings(temperature, priority), version=version.number)
         self._lanes.append(lane)
         try:
             lane.start()
@@ -196,7 +198,13 @@ class RolloutDriver:
         place alone, so that evaluations of one run can be compared.
         """
         groups = await self.make(
-            tasks, name=name, version=version, temperature=temperature, samples=samples, seed_parts=("eval",)
+            tasks,
+            name=name,
+            version=version,
+            temperature=temperature,
+            samples=samples,
+            seed_parts=("eval",),
+            priority=self._section.eval_priority,
         )
         return [episode for group in groups for episode in group.episodes]
 
@@ -214,10 +222,14 @@ class RolloutDriver:
         finally:
             waiting.cancel()
 
-    def _surroundings(self, temperature: float) -> Surroundings:
+    def _surroundings(self, temperature: float, priority: int) -> Surroundings:
         section = self._section
         sampling = Sampling(
-            temperature=temperature, top_p=section.top_p, top_k=section.top_k, resumes=section.at_abort == "resume"
+            temperature=temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            priority=priority,
+            resumes=section.at_abort == "resume",
         )
         return Surroundings(
             environment=self._environment,

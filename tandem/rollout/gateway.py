@@ -28,11 +28,13 @@ class Gateway(Protocol):
         episode_id: str,
         *,
         group: str,
+        priority: int,
         params: SamplingParams,
         seed: int,
         limits: Limits,
         on_turn: Callable[[Turn, int], None],
     ) -> AbstractAsyncContextManager[Served]:
-        """Serve one episode; the requests of one ``group`` share one line of the engine. ``params`` are what every
-        request is sampled with, ``on_turn`` hears each answer and how many of its prompt's tokens were cached."""
+        """Serve one episode; the requests of one ``group`` share one line of the engine, and a step of ``priority``
+        doubles that line's share. ``params`` are what every request is sampled with, ``on_turn`` hears each answer and
+        how many of its prompt's tokens were cached."""
         ...

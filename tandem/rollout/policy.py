@@ -24,6 +24,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    priority: int = 0  # of its requests among others of the engine
     resumes: bool = True  # a turn that was given up for new weights goes on under them; else its episode fails
 
 
@@ -76,7 +77,14 @@ class Policy:
             stop_token_ids=self.renderer.stop_token_ids,
         )
         start = time.perf_counter()
-        request = GenerateRequest(id=request_id, prompt_ids=prompt_ids, params=params, seed=seed, group=group)
+        request = GenerateRequest(
+            id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=seed,
+            group=group,
+            priority=self.sampling.priority,
+        )
         completion = await self._complete(request)
         parsed = self.renderer.parse(completion.token_ids, tools)
         called = bool(parsed.message.tool_calls)

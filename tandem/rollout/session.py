@@ -115,6 +115,7 @@ class EpisodeSession:
         async with self._gateway.serve(
             self._episode_id,
             group=self._group_id,
+            priority=sampling.priority,
             params=params,
             seed=self._seed,
             limits=self.limits,

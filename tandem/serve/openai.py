@@ -265,7 +265,7 @@ def _on_terms(asked: Asked, session: RecordedSession, prompt: Ids, served: Serve
     seed = session.begin()
     changes: dict[str, object] = {} if seed is None else {"seed": seed}
     if terms.group is not None:
-        changes |= {"group": terms.group, "priority": 0}
+        changes |= {"group": terms.group, "priority": terms.priority}
     if terms.params is not None:
         limit = min(served.max_context_tokens, terms.max_context_tokens or served.max_context_tokens)
         room = max(1, limit - len(prompt))

@@ -28,6 +28,7 @@ class Terms:
     params: SamplingParams | None = None
     seed: int | None = None
     group: str | None = None  # whose share of the engine its requests take
+    priority: int = 0  # of that group
     max_turns: int = MAX_TURNS
     max_context_tokens: int | None = None
 

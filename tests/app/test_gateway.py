@@ -96,6 +96,17 @@ def test_every_sampled_token_is_trained_once_and_branches_are_trajectories():
     assert sum(isinstance(event, TurnFinished) for event in sink.events) >= 8
 
 
+def test_an_agents_requests_have_the_priority_of_the_recipe_whatever_they_ask_for():
+    async def pushy(task, endpoint):
+        async with client_of(endpoint) as client:
+            await ask(client, endpoint, [{"role": "user", "content": "hi"}], extra_body={"priority": 16, "group": "me"})
+
+    chosen = RolloutSection(groups_per_step=1, group_size=2, max_concurrent_episodes=2, priority=2)
+    group, _, engine, _ = one_group(pushy, section=chosen)
+    assert {(request.group, request.priority) for request in engine.requests if request.group == group.id}
+    assert {request.priority for request in engine.requests} == {2} and "me" not in {r.group for r in engine.requests}
+
+
 def test_an_agent_that_is_refused_at_the_last_turn_ends_there_and_is_scored():
     group, trajectories, _, _ = one_group(chatty, max_turns=2)
     episode = group.episodes[0]

@@ -421,6 +421,24 @@ def test_in_order_whatever_finishes_first_and_resume_goes_on_exactly():
         assert first + rest == whole
 
 
+def test_requests_of_training_and_of_an_evaluation_have_the_priorities_of_the_recipe():
+    async def run():
+        engine = PlaybackEngine(lambda _: say("hello"))
+        chosen = section(priority=-1, eval_priority=3)
+        async with driver(environment(), engine, MemorySink(), section=chosen) as rollout:
+            tasks, version = environment().tasks.first(2, seed=0), WeightVersion(number=0, step=0)
+            await rollout.evaluate(tasks, name="held-out", version=version, temperature=0.0)
+            evaluation = engine.requests[:]
+            rollout.start(version)
+            await rollout.get()
+            return evaluation, engine.requests[len(evaluation) :]
+
+    evaluation, training = asyncio.run(run())
+    assert len(evaluation) == 2 and {request.priority for request in evaluation} == {3}
+    assert len(training) >= 2 and {request.priority for request in training} == {-1}
+    assert len({request.group for request in evaluation}) == 2  # each group has a line of its own
+
+
 def test_evaluation_keeps_failed_episodes_and_draws_alike_each_time():
     requests = []
 

@@ -153,6 +153,41 @@ def test_a_key_with_many_requests_leaves_another_its_share():
     assert before <= 12 and fields == ["group", "priority"]  # in one line it would have been behind all sixteen
 
 
+def test_later_requests_of_higher_priority_overtake_those_that_wait_and_groups_of_one_priority_share():
+    async def body():
+        async with tiny_server(max_num_seqs=1) as (address, engine):
+            client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            ended = []
+
+            async def ask(group, priority, num_tokens=4):
+                own = {"group": group, "priority": priority}
+                fields = {"prompt": [5, 6, 7], "max_tokens": num_tokens, "extra_body": own}
+                await client.completions.create(model="tiny", **fields)
+                ended.append((group, priority))
+
+            async def waiting(count):
+                while engine.stats().num_waiting < count:
+                    await asyncio.sleep(0.001)
+
+            asked = [asyncio.ensure_future(ask("first", 0, 300))]
+            while not engine.stats().num_running:
+                await asyncio.sleep(0.001)
+            asked += [asyncio.ensure_future(ask(group, 0)) for group in "aaaaaaaabbbbbbbb"]
+            await waiting(16)
+            asked += [asyncio.ensure_future(ask("a", 6)) for _ in range(4)]
+            await waiting(20)
+            await asyncio.gather(*asked)
+            await client.close()
+            return ended
+
+    ended = asyncio.run(asyncio.wait_for(body(), 240))
+    assert ended.pop(0) == ("first", 0) and len(ended) == 20
+    late = [place for place, (_, priority) in enumerate(ended) if priority]
+    assert late[-1] <= 6 and late[-1] - late[0] == 3  # once it is their turn they go on, all before most that wait
+    plain = [group for group, priority in ended if not priority]
+    assert all(abs(plain[:count].count("a") - plain[:count].count("b")) <= 1 for count in range(17))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_blocks(stream):
     async def body():

@@ -32,6 +32,13 @@ class RolloutSection(Section):
     """Nucleus sampling. Training needs 1: sampler and trainer must share one support."""
     top_k: int = Field(default=0, ge=0)
     """Sample from the k best tokens; 0: all. Training needs 0."""
+    priority: int = Field(default=0, ge=-16, le=16)
+    """Whose requests a busy engine serves first: a step doubles the share that each group of training gets beside the
+    groups of an evaluation. Groups of one priority share alike, and no
+    group starves. (`engine.name = "vllm"` knows no such shares and ignores both.)"""
+    eval_priority: int = Field(default=0, ge=-16, le=16)
+    """The same for each group of an evaluation: above `rollout.priority` an evaluation overtakes the episodes of
+    training that wait, below it they overtake its."""
     max_turns: int = Field(default=4, ge=1)
     """Model calls in one episode."""
     max_turn_tokens: int = Field(default=64, ge=1)
