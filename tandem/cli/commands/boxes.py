@@ -84,11 +84,19 @@ def kill(boxes: list[str] = typer.Argument(help="Ids."), url: str = URL, key: st
             client.ask("DELETE", f"/sandboxes/{box}")
 
 
-def pause(box: str = BOX, files: bool = typer.Option(False, "--files", help="Keep its files only, no processes."),
-          url: str = URL, key: str = KEY) -> None:  # fmt: skip
+def pause(
+    box: str = BOX,
+    files: bool = typer.Option(False, "--files", help="Keep its files only, no processes."),
+    cold: bool = typer.Option(False, "--cold", help="Give its memory back, too (needs swap); of a paused box as well."),
+    url: str = URL,
+    key: str = KEY,
+) -> None:
     """Stop a box where it is; it costs no CPU until it is resumed."""
+    if files and cold:
+        raise ConfigError("--files and --cold: with its files only a box keeps no memory to give back",
+                          hint="leave one of them out")  # fmt: skip
     with BoxClient(url, key) as client:
-        client.ask("POST", f"/sandboxes/{box}/pause", {"memory": not files})
+        client.ask("POST", f"/sandboxes/{box}/pause", {"memory": not files, "cold": cold})
 
 
 def resume(

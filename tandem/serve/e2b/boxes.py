@@ -216,10 +216,9 @@ class Boxes:
         await self.manager.kill(sandbox_id, actor=actor)
         self._forget_dead()
 
-    async def pause(self, sandbox_id: str, *, memory: bool, actor: str) -> bool:
+    async def pause(self, sandbox_id: str, *, mode: PauseMode, actor: str) -> bool:
         """False: it was paused already."""
         self.record(sandbox_id)
-        mode = PauseMode.WARM if memory else PauseMode.FILES
         return await self.manager.pause(sandbox_id, mode=mode, actor=actor)
 
     async def fork(

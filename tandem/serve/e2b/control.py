@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.sandbox.records import BoxRecord
+from tandem.sandbox.records import BoxRecord, PauseMode
 from tandem.serve.e2b import shapes
 from tandem.serve.e2b.access import Access
 from tandem.serve.e2b.boxes import Boxes
@@ -113,7 +113,11 @@ class Control:
 
     async def pause(self, request: Request) -> Response:
         asked = shapes.read(await body(request), shapes.Pause)
-        if not await self.boxes.pause(_id(request), memory=asked.memory, actor=self._by(request)):
+        if asked.cold and not asked.memory:
+            raise Fault(400, "cold: not with memory: false, which keeps no memory to give back")
+        mode = PauseMode.COLD if asked.cold else PauseMode.WARM if asked.memory else PauseMode.FILES
+        done = await self.boxes.pause(_id(request), mode=mode, actor=self._by(request))
+        if not done and not asked.cold:  # a paused box gives its memory back all the same
             raise Fault(409, f"sandbox {_id(request)} is paused already")
         return Response(status_code=204)
 

@@ -70,6 +70,7 @@ class Refresh(Body, frozen=True, kw_only=True, rename="camel"):
 
 class Pause(Body, frozen=True, kw_only=True, rename="camel"):
     memory: bool = True
+    cold: bool = False  # ours: its memory is given back
 
 
 class Fork(Body, frozen=True, kw_only=True, rename="camel"):

@@ -33,6 +33,20 @@ def test_pause_is_idempotent_and_connect_goes_on(client: Client, own: Message):
     assert client.run(own, "cat ~/f")["stdout"] == b"kept\n"
 
 
+def test_a_cold_pause_is_one_of_a_paused_box_too_or_says_what_is_missing(client: Client, own: Message):
+    path = f"/sandboxes/{own['sandboxID']}"
+    assert "memory: false" in client.post(f"{path}/pause", json={"cold": True, "memory": False}).json()["message"]
+    answer = client.post(f"{path}/pause", json={"cold": True})
+    if answer.status_code == 204:
+        done(client.post(f"{path}/pause", json={"cold": True}), 204)
+        assert client.post(f"{path}/pause", json={}).status_code == 409
+        assert client.post(f"{path}/connect", json={"timeout": 60}).status_code == 201
+    else:
+        assert 400 <= answer.status_code < 500 and "cold" in answer.json()["message"], answer.text
+        assert client.get(path).json()["state"] == "running"
+    assert client.run(own, "echo up")["stdout"] == b"up\n"
+
+
 def test_use_resumes_a_box_that_says_so(client: Client):
     made = client.start_box(autoPause=True, autoResume={"enabled": True})
     path = f"/sandboxes/{made['sandboxID']}"
