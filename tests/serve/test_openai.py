@@ -30,11 +30,11 @@ SPEC = ToolSpec(name="python", description="Runs code.", parameters=TOOL["functi
 CALL = "Look:\n```python\nprint(6 * 7)\n```"
 
 
-def talk(script, body, *, step_s=0.0, **options):
+def talk(script, body, *, step_s=0.0, at_once=1, **options):
     """Run ``body(client, engine)`` against a server; returns what it returns."""
 
     async def run():
-        engine = ScriptedEngine(script, step_s=step_s)
+        engine = ScriptedEngine(script, step_s=step_s, at_once=at_once)
         async with (
             serving(served(engine, **options)) as address,
             openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
@@ -164,18 +164,85 @@ def test_a_call_is_streamed_piece_by_piece_and_both_modes_agree_for_every_limit(
     assert len(others) >= (1 if form in ("pythonic", "gemma") else 3) and not any(other.id for other in others)
 
 
-@pytest.mark.parametrize("limit", [5, 20, 31, 32, 33, 40])
-def test_the_true_finish_reason_of_a_call_under_a_limit(limit):
-    length = len(say(CALL)) - 1
-    assert length == 32
+FORTY = "Look:\n```python\nprint(6 * 7 + 12345)\n```"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_true_finish_reason_of_a_call_of_forty_tokens_under_every_limit(ends):
+    """Case 12, also where the model is cut right behind the call and never says its end token."""
+    assert len(say(FORTY)) == 40 + 1
 
     async def body(client, engine):
-        whole = await create(client, tools=[TOOL], max_tokens=limit)
-        return whole.choices[0], await joined(await create(client, tools=[TOOL], max_tokens=limit, stream=True))
+        told = []
+        for limit in range(1, 46):
+            whole = await create(client, tools=[TOOL], max_tokens=limit)
+            asked = {"stream": True, "stream_options": {"include_usage": True}}
+            told.append((whole, await joined(await create(client, tools=[TOOL], max_tokens=limit, **asked))))
+        return told
 
-    choice, streamed = talk(lambda _: say(CALL), body)
-    assert choice.finish_reason == streamed[2] == ("length" if limit < length else "tool_calls")
-    assert (choice.message.content or "") == streamed[0]
+    for limit, (whole, (words, calls, reason, usage)) in enumerate(talk(lambda _: say(FORTY, end=ends), body), 1):
+        (choice,) = whole.choices
+        assert choice.finish_reason == reason == ("length" if limit < 40 else "tool_calls"), limit
+        assert (choice.message.content or "") == words
+        assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []] == calls
+        assert whole.usage.model_dump() == usage.model_dump()
+        assert usage.completion_tokens == min(limit, 41 if ends else 40)
+        if limit >= 40:
+            assert (words, calls) == ("Look:", [("python", '{"code": "print(6 * 7 + 12345)"}')])
+
+
+def test_plain_text_whose_end_is_the_last_allowed_token_is_a_stop_under_every_limit():
+    text = "forty tokens of plain text, not a call.."
+    assert len(say(text)) == 40 + 1
+
+    async def body(client, engine):
+        told = []
+        for limit in range(1, 46):
+            for tools in ({}, {"tools": [TOOL]}):
+                whole = (await create(client, max_tokens=limit, **tools)).choices[0]
+                words, _, reason, _ = await joined(await create(client, max_tokens=limit, stream=True, **tools))
+                told.append((limit, whole.message.content, whole.finish_reason, words, reason))
+        return told
+
+    for limit, content, reason, words, streamed in talk(lambda _: say(text), body):
+        assert content == words == text[:limit].rstrip() or content == words == text[:limit]
+        assert reason == streamed == ("stop" if limit >= 41 else "length"), limit
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_every_choice_is_cut_at_its_own_stop_string_and_counted_to_the_token(at_once):
+    """Case 11 with n > 1: choices end at other places, in both modes, and the usage is the sum of what each has."""
+    texts = ("ABCDEFG", "xABCDE", "ABCD", "DEDE", "no stop in it", "ABCDFGH")
+    cases = {"DE": ("ABC", "xABC", "ABCD", "", "no stop in it", "ABCDFGH"),
+             "FGH": ("ABCDEFG", "xABCDE", "ABCD", "DEDE", "no stop in it", "ABCD")}  # fmt: skip
+    seeds = {derive_seed("serve", 3, index): texts[index] for index in range(len(texts))}
+
+    async def body(client, engine):
+        told = []
+        for stop in (*cases, list(cases)):
+            fields = {"n": len(texts), "seed": 3, "stop": stop, "extra_body": {"return_token_ids": True}}
+            whole = await create(client, **fields)
+            pieces, ids, reasons, usage = {}, {}, {}, None
+            async for chunk in await create(client, stream=True, stream_options={"include_usage": True}, **fields):
+                usage = chunk.usage or usage
+                for part in chunk.choices:
+                    pieces[part.index] = pieces.get(part.index, "") + (part.delta.content or "")
+                    ids[part.index] = [*ids.get(part.index, []), *(getattr(part, "token_ids", None) or [])]
+                    reasons[part.index] = part.finish_reason or reasons.get(part.index)
+            told.append((stop, whole, pieces, ids, reasons, usage))
+        return told, engine.running
+
+    told, running = talk(lambda request: say(seeds[request.seed]), body, at_once=at_once)
+    assert not running
+    for stop, whole, pieces, ids, reasons, usage in told:
+        assert len(whole.choices) == len(texts)
+        for choice, text in zip(whole.choices, texts, strict=True):
+            number = choice.index
+            assert choice.message.content == pieces[number] and choice.finish_reason == reasons[number] == "stop"
+            assert choice.token_ids == ids[number] == say(text)[: len(ids[number])]
+            wanted = [cases[each][number] for each in ([stop] if isinstance(stop, str) else stop)]
+            assert pieces[number] == min(wanted, key=len)
+        assert whole.usage.completion_tokens == usage.completion_tokens == sum(map(len, ids.values()))
 
 
 def test_choices_have_seeds_of_their_own_and_a_seed_repeats():
