@@ -328,7 +328,7 @@ def test_mixed_requests_at_once_get_their_serial_answers():
         requests = [mixed(number) for number in range(150)]
         going = set(range(3, 150, 5))
         async with tiny_server() as (address, engine):
-            limits = httpx.Limits(max_connections=200, max_keepalive_connections=0)  # none that a server may just close
+            limits = httpx.Limits(max_connections=200, max_keepalive_connections=200)
             async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
                 alone = [
                     None if number in going else await answer_of(client, path, body)
