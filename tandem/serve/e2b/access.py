@@ -81,6 +81,10 @@ class Access:
         """What opens the ports of a box whose ports are not public (``trafficAccessToken``)."""
         return self._token("traffic", sandbox_id)
 
+    def port_token(self, sandbox_id: str, port: int) -> str:
+        """What opens one port of such a box and no other."""
+        return self._token("port", f"{sandbox_id}:{port}")
+
     def upload_token(self, files_hash: str) -> str:
         """What a link for uploading these files carries."""
         return self._token("upload", files_hash)
@@ -98,10 +102,11 @@ class Access:
         if not _among(given, tokens):
             raise Fault(401, f"no valid token for the interpreter of sandbox {sandbox_id}: send it as X-Access-Token")
 
-    def check_traffic(self, sandbox_id: str, headers: Headers) -> None:
+    def check_traffic(self, sandbox_id: str, port: int, headers: Headers) -> None:
         """Raises: Fault 403."""
         given = headers.get("e2b-traffic-access-token", "")
-        if not _among(given, [self.traffic_token(sandbox_id).encode()]):
+        tokens = (self.traffic_token(sandbox_id), self.port_token(sandbox_id, port))
+        if not _among(given, [token.encode() for token in tokens]):
             raise Fault(403, f"ports of sandbox {sandbox_id} are not public: send E2B-Traffic-Access-Token")
 
     def signature(self, sandbox_id: str, path: str, operation: str, user: str, expiration: str) -> str:

@@ -145,7 +145,7 @@ class _Switch:
             access.check_interpreter(sandbox_id, headers)
         elif target.port != ENVD_PORT:
             if not shapes.is_public(self._known(sandbox_id)):
-                access.check_traffic(sandbox_id, headers)
+                access.check_traffic(sandbox_id, target.port, headers)
         elif scope["path"] == "/files" and "signature" in _query(scope):
             self._check_signature(sandbox_id, scope)
         elif scope["path"] != "/health":

@@ -63,6 +63,7 @@ class Control:
             ("POST", f"{one}/refreshes", self.refresh),
             ("PUT", f"{one}/network", self.set_network),
             ("GET", f"{one}/metrics", self.metrics),
+            ("GET", f"{one}/ports/{{port}}", self.port),
             ("GET", f"{one}/logs", self.logs),
             ("GET", f"/v2{one}/logs", self.logs),
             ("POST", f"{one}/snapshots", self.snapshot),
@@ -148,6 +149,14 @@ class Control:
         return Response(status_code=204)
 
     # ---- looking
+    async def port(self, request: Request) -> Response:
+        """the token of one port of a box whose ports are not public"""
+        record, given = self.boxes.record(_id(request)), request.path_params["port"]
+        if not given.isdecimal() or len(given) > 5 or not 1 <= int(given) <= 65535:
+            raise Fault(400, f"port: {given[:20]!r} is not between 1 and 65535")
+        token = self.access.port_token(record.id, int(given))
+        return json_response({"sandboxID": record.id, "port": int(given), "trafficAccessToken": token})
+
     async def detail(self, request: Request) -> Response:
         record = self.boxes.record(_id(request))
         shown = shapes.detailed(record, token=self.access.box_token(record.id)) | {"domain": self.domain or None}
