@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.train.test_ranked import KINDS, Process
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 BEGUN = """
 import asyncio, os, sys
 from pathlib import Path
