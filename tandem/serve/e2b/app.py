@@ -30,6 +30,7 @@ from tandem.serve.e2b.envd.transfer import answer_files
 from tandem.serve.e2b.faults import Fault, fault_of, fault_response, json_response, not_running
 from tandem.serve.e2b.metrics import Metrics
 from tandem.serve.e2b.openapi import document
+from tandem.serve.e2b.refusals import Refusals
 from tandem.serve.e2b.routing import ENVD_PORT, INTERPRETER_PORT, Target, target_of
 from tandem.serve.e2b.template_routes import TemplateRoutes
 
@@ -54,6 +55,7 @@ def make_app(face: Face) -> ASGIApp:
     """The application. The manager is the caller's to close."""
     control = Control(face.boxes, face.access, face.domain)
     metrics = Metrics(face.boxes)
+    refusals = Refusals(face.boxes.note)
 
     async def openapi(request: Request) -> Response:
         return json_response(document(routes, str(request.base_url)))
@@ -64,23 +66,27 @@ def make_app(face: Face) -> ASGIApp:
     async def numbers(request: Request) -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
-    routes = [*(_guarded(face, route) for route in control.routes()),  # the manager tells the audit log of these
-              *(_guarded(face, route, noted=True) for route in face.templates.routes())]  # fmt: skip
+    routes = [*(_guarded(face, refusals, route) for route in control.routes()),  # the manager notes these
+              *(_guarded(face, refusals, route, noted=True) for route in face.templates.routes())]  # fmt: skip
     open_routes = [Route("/openapi.json", openapi), Route("/health", health), Route("/metrics", numbers),
                    *face.templates.open_routes()]  # fmt: skip
     plane = Starlette(
         routes=[*routes, *open_routes],
         exception_handlers={HTTPException: _http_error, Exception: _any_error, Fault: _any_error},
     )
-    return _Switch(face, metrics.counted(plane))
+    return _Switch(face, refusals, metrics.counted(plane))
 
 
-def _guarded(face: Face, route: Route, *, noted: bool = False) -> Route:
+def _guarded(face: Face, refusals: Refusals, route: Route, *, noted: bool = False) -> Route:
     endpoint: Callable[[Request], Awaitable[Response]] = route.endpoint
 
     async def answer(request: Request) -> Response:
         try:
             face.access.check_key(request.headers)
+        except Fault as fault:
+            refusals.tell(fault, request.scope)
+            return fault_response(fault)
+        try:
             if noted and request.method not in LOOKS:
                 face.boxes.note(f"{request.method} {route.path}", request.path_params.get("template_id", ""),
                                 actor=face.access.actor(request.scope))  # fmt: skip
@@ -105,8 +111,9 @@ async def _any_error(request: Request, error: Exception) -> Response:
 class _Switch:
     """The outermost application."""
 
-    def __init__(self, face: Face, plane: ASGIApp) -> None:
+    def __init__(self, face: Face, refusals: Refusals, plane: ASGIApp) -> None:
         self._face = face
+        self._refusals = refusals
         self._plane = plane
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -227,6 +234,7 @@ class _Switch:
                 raise Fault(404, f"{method} {path}: no such thing in a box")
 
     async def _refuse(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refusals.tell(fault, scope)
         if scope["type"] == "websocket":
             await proxy.refuse_websocket(WebSocket(scope, receive, send), fault)
         else:

@@ -270,7 +270,7 @@ class Boxes:
         return Cost(cpu_s=usage.cpu_s, cpu_pct=pct, memory_bytes=usage.memory_bytes, disk_bytes=usage.disk_bytes,
                     processes=usage.processes)  # fmt: skip
 
-    def note(self, action: str, subject: str, *, actor: str, **detail: str) -> None:
+    def note(self, action: str, subject: str = "", *, actor: str, **detail: str) -> None:
         """Into the audit log, what no verb of the manager tells. Raises RecordError; then it must not happen."""
         if self.manager.audit is not None:
             self.manager.audit.append(action, subject=subject, actor=actor, **detail)
