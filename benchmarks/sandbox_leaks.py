@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.config.sections.sandbox import SandboxSection
@@ -121,12 +122,15 @@ def processes_of(keepers: set[int], spaces: set[str]) -> list[str]:
     return found
 
 
-def spaces_of(pid: int) -> set[str]:
-    own = {os.readlink(f"/proc/self/ns/{space}") for space in SPACES}
-    try:
-        return {os.readlink(f"/proc/{pid}/ns/{space}") for space in SPACES} - own
-    except OSError:
-        return set()
+def hold_spaces(pid: int, held: ExitStack) -> set[str]:
+    """Names of the namespaces that are not ours; held open, since the kernel gives the number of one that is gone to
+    the next one that anybody makes."""
+    found = set()
+    for space in SPACES:
+        path = f"/proc/{pid}/ns/{space}"
+        held.callback(os.close, os.open(path, os.O_RDONLY))
+        found.add(os.readlink(path))
+    return found - {os.readlink(f"/proc/self/ns/{space}") for space in SPACES}
 
 
 def files_of(state: Path) -> list[str]:
@@ -151,7 +155,7 @@ def main(cycles: int, kills: int, seed: int) -> int:
     mounts = Path("/proc/self/mountinfo").read_text()
     started = time.perf_counter()
     left = cycles
-    with tempfile.TemporaryDirectory(prefix="leaks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="leaks-") as folder, ExitStack() as held:
         state = Path(folder) / "state"
         for life in range(kills + 1):
             last = life == kills
@@ -164,7 +168,7 @@ def main(cycles: int, kills: int, seed: int) -> int:
             try:
                 _, keeper, recovery = read_line(server).split(" ", 2)
                 keepers.add(int(keeper))
-                spaces |= spaces_of(int(keeper))
+                spaces |= hold_spaces(int(keeper), held)
                 print(f"server {life + 1}: {recovery}; {count} cycles")
                 for _ in range(count):
                     line = read_line(server)

@@ -358,7 +358,7 @@ def test_mixed_requests_at_once_get_their_serial_answers():
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-@pytest.mark.parametrize("tool_format", ["hermes", "llama"])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama", "gemma", "pythonic"])
 def test_a_random_model_calls_the_tool_that_it_must_call_streamed_or_not(choice, tool_format):
     def tool(name, properties):
         parameters = {"type": "object", "properties": properties, "required": list(properties),
@@ -389,4 +389,6 @@ def test_a_random_model_calls_the_tool_that_it_must_call_streamed_or_not(choice,
         assert arguments[wanted[0]] in wanted[1] and (choice == "required" or call.function.name == "add")
     first = whole[0].choices[0].message.tool_calls[0].function
     assert [call.function.name for call in streamed] == [first.name] + [None] * (len(streamed) - 1)
-    assert "".join(call.function.arguments for call in streamed) == first.arguments and len(streamed) > 2
+    assert "".join(call.function.arguments for call in streamed) == first.arguments
+    # a Python-like call becomes JSON where an argument ends, and this one has one argument
+    assert len(streamed) >= (2 if tool_format in ("gemma", "pythonic") else 3)

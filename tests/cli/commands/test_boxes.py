@@ -30,6 +30,7 @@ def home(tmp_path_factory):
         made = tandem(environment, "start")
         if made.returncode:
             pytest.skip(f"this machine makes no boxes: {made.stderr}")
+        tandem(environment, "rm", made.stdout.strip())
         yield environment
     finally:
         server.send_signal(signal.SIGTERM)
@@ -57,7 +58,8 @@ def tandem(environment, *words, given=""):
 def box(home):
     made = tandem(home, "start", "--label", "job=7", "--env", "NAME=value", "--lifetime", "600")
     assert made.returncode == 0, made.stderr
-    return made.stdout.strip()
+    yield made.stdout.strip()
+    tandem(home, "rm", made.stdout.strip())  # boxes outlive their server
 
 
 def test_exec_gives_output_and_exit_code(home, box):
